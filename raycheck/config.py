@@ -1,0 +1,203 @@
+"""The settings of a run: one frozen record, validated when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from raycheck.errors import ConfigError
+
+OnConflict = Literal["bound", "recovery_point", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a user may choose. Every field has a default that suits most runs."""
+
+    max_overhead: float = 0.035
+    """Bound on the training time that checkpoints may cost, as a fraction of it, in (0, 1)."""
+
+    recovery_point_s: float | None = None
+    """Training time in seconds that a failure may cost at most. None: no such limit."""
+
+    min_interval_s: float | None = None
+    """Never checkpoint more often than this, in seconds. None: no limit."""
+
+    max_interval_s: float | None = None
+    """Never checkpoint less often than this, in seconds. None: no limit."""
+
+    interval_steps: int | None = None
+    """A fixed interval in steps; switches tuning off. None: the interval is chosen online."""
+
+    gpu_days_per_failure: float = 3748.0
+    """GPU-days between failures before this run has seen any of its own."""
+
+    restart_s: float | None = None
+    """Seconds from a failure to the first new step. None: measured from this run's own restarts."""
+
+    on_conflict: OnConflict = "bound"
+    """What wins when ``max_overhead`` and ``recovery_point_s`` cannot both hold. "error": refuse at start."""
+
+    resume: int | Literal["auto", "fresh"] = "auto"
+    """"auto": newest usable checkpoint. "fresh": start at step 0. A number: exactly that step."""
+
+    keep_last: int = 3
+    """How many checkpoints of this run to keep, at least 1."""
+
+    register_every_s: float = 600.0
+    """How often, in seconds, one checkpoint is also registered with Ray Train."""
+
+    on_failure: int | Literal["warn"] = "warn"
+    """How many failed saves in a row are tolerated before training stops. "warn": any number."""
+
+    storage_path: str | None = None
+    """URL or path under which the run is stored. None: the run's own path in Ray Train."""
+
+    storage_options: Mapping[str, Any] | None = None
+    """Options of the fsspec file system, such as ``{"endpoint_url": ...}``."""
+
+    max_in_flight: int = 1
+    """Snapshots that may wait for their upload at a time, 1 or 2. Each takes memory of its own."""
+
+    overlap: bool = True
+    """Copy what only the optimizer changes while the next forward and backward run."""
+
+    upload_parallel_parts: int = 4
+    """Parts of one shard that are uploaded at the same time, per worker."""
+
+    upload_bytes_per_s: float | None = None
+    """Upload limit per node in bytes per second. None: no limit."""
+
+    node_memory_bytes: int | None = None
+    """Shared memory that snapshots may take on one node. None: half of what is available."""
+
+    allow_pickle: tuple[type, ...] = ()
+    """Types in the state that may be stored with pickle. Empty: nothing in a checkpoint can run code."""
+
+    telemetry: bool = True
+    """Store timings and decisions beside the checkpoints, for the report."""
+
+    enabled: bool = True
+    """False: ``attach`` does nothing, the loop runs as if raycheck were not there."""
+
+    def __post_init__(self) -> None:
+        _check_fraction(self, "max_overhead")
+        for name in ("recovery_point_s", "min_interval_s", "max_interval_s", "upload_bytes_per_s"):
+            _check_positive(self, name, optional=True)
+        _check_positive(self, "gpu_days_per_failure")
+        _check_positive(self, "register_every_s")
+        _check_positive(self, "restart_s", optional=True, zero=True)
+        for name, low, high in (
+            ("interval_steps", 1, None),
+            ("keep_last", 1, None),
+            ("max_in_flight", 1, 2),
+            ("upload_parallel_parts", 1, 64),
+            ("node_memory_bytes", 1, None),
+        ):
+            _check_int(self, name, low, high, optional=name in ("interval_steps", "node_memory_bytes"))
+        if self.on_conflict not in get_args(OnConflict):
+            _refuse("on_conflict", self.on_conflict, 'one of "bound", "recovery_point", "error"')
+        _check_word_or_int(self, "resume", ("auto", "fresh"), low=0)
+        _check_word_or_int(self, "on_failure", ("warn",), low=0)
+        for name in ("overlap", "telemetry", "enabled"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False")
+        if self.storage_path is not None and (
+            not isinstance(self.storage_path, str) or not self.storage_path.strip()
+        ):
+            _refuse("storage_path", self.storage_path, 'a path or URL such as "s3://bucket/runs", or None')
+        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
+            _refuse("storage_options", self.storage_options, "a dict of fsspec options, or None")
+        if not isinstance(self.allow_pickle, tuple) or not all(
+            isinstance(t, type) for t in self.allow_pickle
+        ):
+            _refuse("allow_pickle", self.allow_pickle, "a tuple of types, such as (MyState,)")
+        if (
+            self.min_interval_s is not None
+            and self.max_interval_s is not None
+            and self.min_interval_s > self.max_interval_s
+        ):
+            _refuse("min_interval_s", self.min_interval_s, f"at most max_interval_s={self.max_interval_s}")
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Return the settings written as a JSON object, as ``RAYCHECK_SETTINGS`` holds them.
+
+        Raises:
+            ConfigError: If it is not an object, or a field is unknown or wrong.
+        """
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"RAYCHECK_SETTINGS is not valid JSON ({error}); "
+                'write an object such as {"max_overhead": 0.02}',
+                field="RAYCHECK_SETTINGS",
+                value=text,
+            ) from error
+        if not isinstance(fields, dict):
+            _refuse("RAYCHECK_SETTINGS", text, 'a JSON object such as {"max_overhead": 0.02}')
+        return make_settings(fields)
+
+
+def make_settings(fields: Mapping[str, Any]) -> Settings:
+    """Return ``Settings(**fields)``, refusing unknown names with the list of known ones.
+
+    Raises:
+        ConfigError: If a field is unknown or wrong.
+    """
+    known = [field.name for field in dataclasses.fields(Settings)]
+    for name, value in fields.items():
+        if name not in known:
+            _refuse(name, value, f"not a setting; the settings are {', '.join(known)}", known=known)
+    return Settings(**fields)
+
+
+def _refuse(field: str, value: object, allowed: str, **facts: Any) -> None:
+    raise ConfigError(f"{field}={value!r}: must be {allowed}", field=field, value=value, **facts)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_fraction(settings: Settings, name: str) -> None:
+    value = getattr(settings, name)
+    if not _is_number(value) or not 0 < value < 1:
+        _refuse(name, value, "a fraction between 0 and 1, such as 0.035 for 3.5 %")
+
+
+def _check_positive(settings: Settings, name: str, *, optional: bool = False, zero: bool = False) -> None:
+    value = getattr(settings, name)
+    if value is None and optional:
+        return
+    if not _is_number(value) or value < 0 or (value == 0 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        _refuse(name, value, f"a number {least}" + (", or None" if optional else ""))
+
+
+def _check_int(settings: Settings, name: str, low: int, high: int | None, *, optional: bool) -> None:
+    value = getattr(settings, name)
+    if value is None and optional:
+        return
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        span = (
+            f"a whole number from {low} to {high}" if high is not None else f"a whole number, at least {low}"
+        )
+        _refuse(name, value, span + (", or None" if optional else ""))
+
+
+def _check_word_or_int(settings: Settings, name: str, words: tuple[str, ...], *, low: int) -> None:
+    value = getattr(settings, name)
+    if isinstance(value, str) and value in words:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        _refuse(name, value, " or ".join(f'"{word}"' for word in words) + f", or a whole number from {low}")

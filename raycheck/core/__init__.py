@@ -1,0 +1,1 @@
+"""Decisions: pure functions and state machines. Standard library only; no clock, no I/O."""

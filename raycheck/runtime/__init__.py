@@ -1,0 +1,1 @@
+"""raycheck inside Ray: callback, coordinator, agent, worker."""

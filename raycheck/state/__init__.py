@@ -1,0 +1,1 @@
+"""State of the training process, on torch: naming, arena, snapshot, restore."""
