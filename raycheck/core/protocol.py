@@ -1,0 +1,488 @@
+"""How a checkpoint comes about: the coordinator's state machine, without I/O.
+
+    idle ──Publish──▶ planned ──all staged──▶ persisting ──all durable──▶ committing ──▶ idle
+                        │ missed, lost,          │ failed, lost before         │ not committed,
+                        ▼ deadline               ▼ durable                     ▼ fenced
+                       idle                     idle                          idle / halted
+
+Events and the time go in, actions come out. Nobody waits for anybody: a plan
+names a step far enough ahead that every rank should see it in time; a rank
+that did not says so, the attempt ends, and the next plan has twice the lead.
+Safety needs no agreement beyond this: a commit needs, for one plan, a durable
+shard from every rank.
+
+Events arrive at least once and in any order. One that speaks of another plan
+than the present is ignored; one that cannot be true raises `ProtocolError`
+and leaves the state unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from raycheck.core.layout import ShardInfo
+from raycheck.core.page import Plan
+
+EndReason = Literal[
+    "committed", "missed", "lost", "deadline", "failed", "replicas", "closing", "superseded", "fenced"
+]
+
+# Why an attempt may end without anything being wrong with saving as such.
+_HARMLESS: frozenset[EndReason] = frozenset(
+    {"committed", "missed", "lost", "replicas", "closing", "superseded"}
+)
+
+_MIN_LEAD_STEPS = 2
+_MAX_LEAD_FACTOR = 1024
+
+
+class ProtocolError(Exception):
+    """An event that cannot be true."""
+
+
+# Events.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank has restored and is about to train."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lost:
+    """A rank's process is gone. What it staged may still become durable."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the furthest rank of a node is, and how long a step takes there."""
+
+    step: int
+    step_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveAsked:
+    """The user asked for a checkpoint."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Staged:
+    """A rank's snapshot is complete in shared memory."""
+
+    rank: int
+    plan_id: int
+    stall_s: float
+    replica_digest: str
+    """Digest over the sampled state that all ranks should hold alike."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Durable:
+    """A rank's shard is in the store."""
+
+    plan_id: int
+    shard: ShardInfo
+    persist_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Missed:
+    """A rank saw the plan after it had passed its step."""
+
+    rank: int
+    plan_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank's snapshot or upload failed for good."""
+
+    rank: int
+    plan_id: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommitEnded:
+    """The manifest was written and no newer claim was seen, or it was not."""
+
+    plan_id: int
+    error: str | None = None
+    is_fenced: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Closed:
+    """A rank's training function has ended normally after ``step`` steps."""
+
+    rank: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Joined | Lost | Progress | SaveAsked | Staged | Durable | Missed | Failed | CommitEnded | Closed | Tick
+)
+
+
+# Actions.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Publish:
+    """Show every rank this plan."""
+
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteCommit:
+    """Write layout and manifest, then look for newer claims; answer with `CommitEnded`."""
+
+    plan: Plan
+    shards: tuple[ShardInfo, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndAttempt:
+    """The attempt is over: agents drop what is left of it and free its memory."""
+
+    plan: Plan
+    reason: EndReason
+    detail: str
+    stall_s: float = 0.0
+    """Largest stall of any rank."""
+
+    persist_s: float = 0.0
+    """Longest persist of any rank."""
+
+    num_bytes: int = 0
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a checkpoint came of it."""
+        return self.reason == "committed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeepPerRank:
+    """Ranks hold different values where they should be alike: from now on each keeps its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """All ranks have closed and nothing is left to save."""
+
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Halt:
+    """Training must stop."""
+
+    reason: str
+    is_fenced: bool
+
+
+Action = Publish | WriteCommit | EndAttempt | KeepPerRank | Finish | Halt
+
+
+@dataclasses.dataclass(slots=True)
+class _Attempt:
+    plan: Plan
+    is_final: bool
+    reached_s: float | None = None
+    """When the first rank was seen at the step; the deadline counts from here."""
+
+    staged: dict[int, Staged] = dataclasses.field(default_factory=dict)
+    durable: dict[int, Durable] = dataclasses.field(default_factory=dict)
+    is_committing: bool = False
+
+
+class CommitProtocol:
+    """Decides when to checkpoint, at which step, and whether it counts.
+
+    Not thread-safe; the shell holds a lock around `handle`.
+
+    Args:
+        world_size: Ranks that must stage and persist.
+        interval_steps: Fixed interval; None: `interval_s` decides.
+        tolerated_failures: Failed saves in a row before training stops; None: any number.
+        latency_s: Time within which a published plan is expected to be seen
+            by every rank, and how old `Progress` may be.
+        first_plan_id: Above any id that this generation has used.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        interval_steps: int | None,
+        tolerated_failures: int | None,
+        latency_s: float,
+        first_plan_id: int = 1,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: must be at least 1")
+        self.world_size = world_size
+        self.interval_s: float | None = None
+        """Time between snapshot starts, set by the policy; None: none is due yet."""
+
+        self.committed_step: int | None = None
+        self.failures_in_a_row = 0
+        self._interval_steps = interval_steps
+        self._tolerated_failures = tolerated_failures
+        self._latency_s = latency_s
+        self._next_plan_id = first_plan_id
+        self._joined: set[int] = set()
+        self._closed: dict[int, int] = {}
+        self._attempt: _Attempt | None = None
+        self._furthest_step = 0
+        self._furthest_seen_s: float | None = None
+        self._step_s: float | None = None
+        self._lead_factor = 1
+        self._last_started_s: float | None = None
+        self._is_asked = False
+        self._is_retry = False
+        self._is_over = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in flight, or None."""
+        return self._attempt.plan if self._attempt else None
+
+    @property
+    def is_fully_staged(self) -> bool:
+        """Whether the attempt in flight needs nothing more from any worker."""
+        return self._attempt is not None and len(self._attempt.staged) == self.world_size
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event and return what must be done, in order.
+
+        Args:
+            event: What happened.
+            now_s: The coordinator's monotonic clock.
+
+        Raises:
+            ProtocolError: If the event cannot be true. The state is unchanged.
+        """
+        self._check(event)
+        if self._is_over:
+            return []
+        actions = self._take(event, now_s)
+        return actions + self._next(now_s)
+
+    def _check(self, event: Event) -> None:
+        rank = event.shard.rank if isinstance(event, Durable) else getattr(event, "rank", 0)
+        if not 0 <= rank < self.world_size:
+            raise ProtocolError(f"{event}: there are {self.world_size} ranks")
+        plan_id = getattr(event, "plan_id", 0)
+        if plan_id >= self._next_plan_id:
+            raise ProtocolError(f"{event}: no plan beyond {self._next_plan_id - 1} was published")
+
+    def _take(self, event: Event, now_s: float) -> list[Action]:
+        match event:
+            case Joined():
+                self._joined.add(event.rank)
+            case Lost():
+                return self._lost(event.rank)
+            case Progress():
+                self._progress(event, now_s)
+            case SaveAsked():
+                self._is_asked = True
+            case Closed():
+                self._closed[event.rank] = event.step
+            case Tick():
+                return self._check_deadline(now_s)
+            case _:
+                return self._take_attempt_event(event, now_s)
+        return []
+
+    def _take_attempt_event(
+        self, event: Staged | Durable | Missed | Failed | CommitEnded, now_s: float
+    ) -> list[Action]:
+        attempt = self._attempt
+        if attempt is None or attempt.plan.id != event.plan_id:
+            return []
+        match event:
+            case Staged():
+                attempt.staged[event.rank] = event
+                attempt.reached_s = attempt.reached_s if attempt.reached_s is not None else now_s
+                return self._compare_replicas(attempt)
+            case Durable():
+                attempt.durable[event.shard.rank] = event
+                return []
+            case Missed():
+                self._lead_factor = min(self._lead_factor * 2, _MAX_LEAD_FACTOR)
+                return self._end("missed", f"rank {event.rank} saw the plan too late", retry=True)
+            case Failed():
+                return self._end("failed", f"rank {event.rank}: {event.reason}")
+            case CommitEnded():
+                return self._commit_ended(event)
+
+    def _progress(self, event: Progress, now_s: float) -> None:
+        if event.step >= self._furthest_step:
+            self._furthest_step = event.step
+            self._furthest_seen_s = now_s
+        if event.step_s is not None:
+            self._step_s = event.step_s
+        attempt = self._attempt
+        if attempt and attempt.reached_s is None and event.step >= attempt.plan.step:
+            attempt.reached_s = now_s
+
+    def _lost(self, rank: int) -> list[Action]:
+        self._joined.discard(rank)
+        attempt = self._attempt
+        if attempt is None or rank in attempt.staged:
+            return []
+        return self._end("lost", f"rank {rank} ended before it had its snapshot")
+
+    def _check_deadline(self, now_s: float) -> list[Action]:
+        attempt = self._attempt
+        if attempt is None or attempt.reached_s is None or self.is_fully_staged:
+            return []
+        if now_s - attempt.reached_s <= max(10.0, 20 * (self._step_s or 0)) + self._latency_s:
+            return []
+        missing = sorted(set(range(self.world_size)) - attempt.staged.keys())
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        return self._end("deadline", f"no snapshot from rank {shown} at step {attempt.plan.step}")
+
+    def _compare_replicas(self, attempt: _Attempt) -> list[Action]:
+        if len(attempt.staged) < self.world_size:
+            return []
+        self._lead_factor = max(self._lead_factor // 2, 1)
+        if len({staged.replica_digest for staged in attempt.staged.values()}) == 1:
+            return []
+        ended = self._end(
+            "replicas",
+            "ranks hold different values of one parameter: each keeps its own from now on",
+            retry=True,
+        )
+        return [KeepPerRank(), *ended]
+
+    def _commit_ended(self, event: CommitEnded) -> list[Action]:
+        assert self._attempt is not None
+        step = self._attempt.plan.step
+        if event.is_fenced:
+            self._is_over = True
+            detail = event.error or "a newer start of this run exists"
+            return [*self._end("fenced", detail), Halt(detail, is_fenced=True)]
+        if event.error is not None:
+            return self._end("failed", event.error)
+        self.committed_step = step
+        self._is_retry = False
+        return self._end("committed", "")
+
+    def _end(self, reason: EndReason, detail: str, *, retry: bool = False) -> list[Action]:
+        attempt = self._attempt
+        assert attempt is not None
+        self._attempt = None
+        self._is_retry = retry
+        ended = EndAttempt(
+            attempt.plan,
+            reason,
+            detail,
+            stall_s=max((s.stall_s for s in attempt.staged.values()), default=0.0),
+            persist_s=max((d.persist_s for d in attempt.durable.values()), default=0.0),
+            num_bytes=sum(d.shard.num_bytes for d in attempt.durable.values()),
+        )
+        actions: list[Action] = [ended]
+        if reason == "committed":
+            self.failures_in_a_row = 0
+        elif reason not in _HARMLESS:
+            self.failures_in_a_row += 1
+            tolerated = self._tolerated_failures
+            if tolerated is not None and self.failures_in_a_row > tolerated:
+                self._is_over = True
+                actions.append(
+                    Halt(
+                        f"{self.failures_in_a_row} saves in a row failed, the last one because {detail}; "
+                        f"on_failure={tolerated} tolerates {tolerated}",
+                        is_fenced=False,
+                    )
+                )
+        if attempt.is_final:
+            self._is_over = True
+            actions.append(Finish(detail))
+        return actions
+
+    def _next(self, now_s: float) -> list[Action]:
+        """Return what follows from the state as it now is."""
+        if self._is_over:
+            return []
+        attempt = self._attempt
+        if attempt is not None and not attempt.is_committing and len(attempt.durable) == self.world_size:
+            if not self.is_fully_staged:
+                return []
+            attempt.is_committing = True
+            shards = tuple(attempt.durable[rank].shard for rank in range(self.world_size))
+            return [WriteCommit(attempt.plan, shards)]
+        if len(self._closed) == self.world_size:
+            return self._close(now_s)
+        if attempt is not None:
+            return self._supersede(attempt, now_s)
+        if len(self._joined) < self.world_size or self._closed or not self._is_due(now_s):
+            return []
+        return self._publish(self._step_ahead(now_s), now_s)
+
+    def _supersede(self, attempt: _Attempt, now_s: float) -> list[Action]:
+        """Bring a plan forward that is still far off when the user asks for a checkpoint now."""
+        step = self._step_ahead(now_s)
+        if not self._is_asked or attempt.reached_s is not None or step >= attempt.plan.step:
+            return []
+        return [*self._end("superseded", "a checkpoint was asked for earlier"), *self._publish(step, now_s)]
+
+    def _close(self, now_s: float) -> list[Action]:
+        attempt = self._attempt
+        steps = set(self._closed.values())
+        if attempt is not None:
+            if attempt.staged or attempt.plan.step in steps:
+                return []
+            return [*self._end("closing", "training ended before the planned step"), *self._close(now_s)]
+        if len(steps) == 1 and (step := steps.pop()) > (self.committed_step or 0) and step > 0:
+            return self._publish(step, now_s, is_final=True)
+        self._is_over = True
+        return [
+            Finish("" if not steps else f"ranks ended at different steps: {sorted(self._closed.values())}")
+        ]
+
+    def _is_due(self, now_s: float) -> bool:
+        if self._furthest_seen_s is None:
+            return False
+        if self._is_asked or self._is_retry or self._interval_steps is not None:
+            return True
+        if self.interval_s is None:
+            return False
+        return self._last_started_s is None or now_s >= self._last_started_s + self.interval_s
+
+    def _step_ahead(self, now_s: float) -> int:
+        """Return the nearest step that every rank should still see coming."""
+        assert self._furthest_seen_s is not None
+        step_s = self._step_s or self._latency_s
+        unseen_steps = (now_s - self._furthest_seen_s) / step_s
+        lead_steps = max(_MIN_LEAD_STEPS, math.ceil(self._latency_s / step_s)) * self._lead_factor
+        step = self._furthest_step + math.ceil(min(unseen_steps, self._latency_s * 4 / step_s)) + lead_steps
+        if self._interval_steps is None or self._is_asked:
+            return step
+        return -(-step // self._interval_steps) * self._interval_steps
+
+    def _publish(self, step: int, now_s: float, *, is_final: bool = False) -> list[Action]:
+        plan = Plan(self._next_plan_id, step)
+        self._next_plan_id += 1
+        self._attempt = _Attempt(plan, is_final)
+        self._last_started_s = now_s
+        self._is_asked = False
+        return [Publish(plan)]

@@ -1,0 +1,230 @@
+"""Restoring: which bytes this rank needs, and how they reach the live tensors.
+
+Shared tensors are dealt to the ranks as for a snapshot: each reads its part
+into the arena, and once every rank has verified its own, the parts go round
+over the process group. So storage sends each byte about once per job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raycheck.core.layout import Chunk, Entry, shard_image
+from raycheck.core.plan import Read, TensorSpec, deal, plan_reads
+from raycheck.errors import CorruptCheckpointError
+from raycheck.state.codec import Codec
+from raycheck.state.rng import restore_rng, seed_rng
+from raycheck.state.segment import Segment
+from raycheck.state.snapshot import VALUES
+from raycheck.state.tree import SavedTensor, StateTree
+
+_BUCKET_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Placed:
+    chunk: Chunk
+    begin: int
+
+
+class Restorer:
+    """One rank's restore of one checkpoint. Used by the training thread alone.
+
+    Args:
+        tree: The live state.
+        segment: Memory to read into.
+        entries: The checkpoint's layout.
+        saved_world_size: Ranks that wrote it.
+        rank: This rank.
+        world_size: Ranks now.
+        codec: For plain values.
+        has_group: Whether a process group joins all ranks. Without one, each
+            rank reads all it needs.
+
+    Raises:
+        CheckpointMismatchError: If the checkpoint does not fit the live state,
+            which has not been changed.
+    """
+
+    def __init__(
+        self,
+        tree: StateTree,
+        segment: Segment,
+        entries: Sequence[Entry],
+        *,
+        saved_world_size: int,
+        rank: int,
+        world_size: int,
+        codec: Codec,
+        has_group: bool,
+    ) -> None:
+        self._tree = tree
+        self._segment = segment
+        self._rank = rank
+        self._codec = codec
+        self._saved_world_size = saved_world_size
+        # A rank beyond those that saved takes another's values; its random
+        # generators are seeded anew.
+        self._owner = rank % saved_world_size
+        self._num_readers = world_size if has_group else 1
+        self._reader = rank if has_group else 0
+        shared, own = _saved_tensors(entries, self._owner)
+        saved = {name: SavedTensor(_dtype(spec.dtype), spec.shape) for name, spec in (shared | own).items()}
+        saved.pop(VALUES)
+        self._targets = tree.destinations(saved)
+        self._shares = [
+            _place(chunks) for chunks in deal([shared[name] for name in shared], self._num_readers)
+        ]
+        mine = self._shares[self._reader]
+        end = max((placed.begin + placed.chunk.num_bytes for placed in mine), default=0)
+        own_chunks = [
+            dataclasses.replace(spec.rows(0, spec.shape[0] if spec.shape else 1), owner=self._owner)
+            for spec in own.values()
+        ]
+        self._own = [_Placed(p.chunk, p.begin + end + -end % 16) for p in _place(own_chunks)]
+        self._wanted = [*mine, *self._own]
+        self._entries = entries
+
+    @property
+    def num_bytes(self) -> int:
+        """Arena bytes that the reads fill."""
+        return max((placed.begin + placed.chunk.num_bytes for placed in self._wanted), default=0)
+
+    def plan(self) -> list[Read]:
+        """Return the reads that this rank needs, and make room for them.
+
+        Raises:
+            CorruptCheckpointError: If the layout does not cover the state.
+        """
+        self._segment.ensure(self.num_bytes)
+        try:
+            return plan_reads(((placed.chunk, placed.begin) for placed in self._wanted), self._entries)
+        except LookupError as error:
+            raise CorruptCheckpointError(f"the layout lacks bytes of {error.args[0]!r}") from error
+
+    def values(self) -> dict[str, Any]:
+        """Return the saved plain values, still without tensors; for checks before anything is loaded.
+
+        Raises:
+            CorruptCheckpointError: If they are damaged.
+        """
+        placed = next(p for p in self._own if p.chunk.name == VALUES)
+        text = bytes(self._segment.arena[placed.begin : placed.begin + placed.chunk.num_bytes])
+        loaded = self._codec.loads(text, self._targets)
+        if not isinstance(loaded, dict):
+            raise CorruptCheckpointError("stored values are not a dict")
+        return loaded
+
+    def load(self, seed_parts: tuple[object, ...]) -> None:
+        """Copy everything into the live state. All ranks must have verified their bytes.
+
+        Blocks for the exchange between the ranks, where there is one.
+
+        Args:
+            seed_parts: What to seed the generators from on a rank without saved ones.
+
+        Raises:
+            CheckpointMismatchError: If an object refuses what was saved for it.
+        """
+        with torch.no_grad():
+            for reader, share in enumerate(self._shares):
+                for bucket in _buckets(share):
+                    self._deliver(reader, bucket)
+            for placed in self._own:
+                if placed.chunk.name != VALUES:
+                    self._fill(placed.chunk, self._arena_bytes(placed.begin, placed.chunk.num_bytes))
+        values = self.values()
+        rng = values.pop("rng")
+        self._tree.load(values, self._targets)
+        if self._rank < self._saved_world_size:
+            restore_rng(rng)
+        else:
+            seed_rng(*seed_parts, self._rank)
+
+    def _deliver(self, reader: int, bucket: list[_Placed]) -> None:
+        begin = bucket[0].begin
+        num_bytes = bucket[-1].begin + bucket[-1].chunk.num_bytes - begin
+        if reader == self._reader:
+            data = self._arena_bytes(begin, num_bytes)
+        else:
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._num_readers > 1 and num_bytes:
+            data = _broadcast(data, reader)
+        for placed in bucket:
+            first = placed.begin - begin
+            self._fill(placed.chunk, data[first : first + placed.chunk.num_bytes])
+
+    def _fill(self, chunk: Chunk, data: torch.Tensor) -> None:
+        target = self._targets[chunk.name]
+        if chunk.shape != tuple(target.shape):
+            target = target[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
+        if chunk.num_bytes:
+            target.copy_(data.view(target.dtype).view(chunk.shape))
+
+    def _arena_bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._segment.arena[begin : begin + num_bytes], dtype=torch.uint8)
+
+
+def _saved_tensors(
+    entries: Sequence[Entry], owner: int
+) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """Return the shared tensors and those of ``owner``, in an order that all ranks share."""
+    shared: dict[str, TensorSpec] = {}
+    own: dict[str, TensorSpec] = {}
+    for entry in entries:
+        into = shared if entry.owner < 0 else own if entry.owner == owner else None
+        if into is not None and entry.name not in into:
+            items = math.prod(entry.shape)
+            item_bytes = entry.num_bytes // items if items else 1
+            into[entry.name] = TensorSpec(entry.name, entry.dtype, item_bytes, entry.global_shape)
+    if VALUES not in own:
+        raise CorruptCheckpointError(f"the layout has no values of rank {owner}")
+    # Largest items first: each chunk is then aligned to its own size in the arena.
+    return {spec.name: spec for spec in sorted(shared.values(), key=_placing)}, own
+
+
+def _placing(spec: TensorSpec) -> tuple[int, str]:
+    return -spec.item_bytes, spec.name
+
+
+def _place(chunks: Sequence[Chunk]) -> list[_Placed]:
+    image = shard_image(chunks, rank=0)
+    base = len(image.header)
+    placed = [_Placed(c, e.begin - base) for c, e in zip(chunks, image.entries, strict=True)]
+    return sorted(placed, key=lambda p: p.begin)
+
+
+def _buckets(share: Sequence[_Placed]) -> Iterator[list[_Placed]]:
+    """Yield neighbours that go round together: one exchange per bucket instead of per tensor."""
+    bucket: list[_Placed] = []
+    num_bytes = 0
+    for placed in share:
+        if bucket and num_bytes + placed.chunk.num_bytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(placed)
+        num_bytes += placed.chunk.num_bytes
+    if bucket:
+        yield bucket
+
+
+def _broadcast(data: torch.Tensor, source: int) -> torch.Tensor:
+    if dist.get_backend() == "nccl":
+        data = data.to(torch.device("cuda", torch.cuda.current_device()))
+    dist.broadcast(data, source)
+    return data
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"the layout has the dtype {name!r}, which this torch does not know")
+    return dtype
