@@ -109,7 +109,9 @@ class Settings:
             not isinstance(self.storage_path, str) or not self.storage_path.strip()
         ):
             _refuse("storage_path", self.storage_path, 'a path or URL such as "s3://bucket/runs", or None')
-        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
+        # A mypy-checked caller cannot get here with anything else; others can.
+        options: object = self.storage_options
+        if options is not None and not isinstance(options, Mapping):
             _refuse("storage_options", self.storage_options, "a dict of fsspec options, or None")
         if not isinstance(self.allow_pickle, tuple) or not all(
             isinstance(t, type) for t in self.allow_pickle

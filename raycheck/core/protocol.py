@@ -31,7 +31,7 @@ EndReason = Literal[
 
 # Why an attempt may end without anything being wrong with saving as such.
 _HARMLESS: frozenset[EndReason] = frozenset(
-    {"committed", "missed", "lost", "replicas", "closing", "superseded"}
+    {"committed", "missed", "lost", "replicas", "closing", "superseded", "fenced"}
 )
 
 _MIN_LEAD_STEPS = 2
@@ -69,9 +69,11 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveAsked:
-    """The user asked for a checkpoint."""
+    """The user asked for a checkpoint. A rank that waits for it stands still after ``step``."""
 
     rank: int
+    step: int
+    is_waiting: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,6 +180,13 @@ class EndAttempt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AcceptSave:
+    """Every rank waits for a checkpoint at this step: it will be planned, go on waiting."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KeepPerRank:
     """Ranks hold different values where they should be alike: from now on each keeps its own."""
 
@@ -197,7 +206,7 @@ class Halt:
     is_fenced: bool
 
 
-Action = Publish | WriteCommit | EndAttempt | KeepPerRank | Finish | Halt
+Action = Publish | WriteCommit | EndAttempt | AcceptSave | KeepPerRank | Finish | Halt
 
 
 @dataclasses.dataclass(slots=True)
@@ -224,6 +233,7 @@ class CommitProtocol:
         latency_s: Time within which a published plan is expected to be seen
             by every rank, and how old `Progress` may be.
         first_plan_id: Above any id that this generation has used.
+        start_step: The step at which this generation begins.
     """
 
     def __init__(
@@ -234,6 +244,7 @@ class CommitProtocol:
         tolerated_failures: int | None,
         latency_s: float,
         first_plan_id: int = 1,
+        start_step: int = 0,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: must be at least 1")
@@ -242,6 +253,9 @@ class CommitProtocol:
         """Time between snapshot starts, set by the policy; None: none is due yet."""
 
         self.committed_step: int | None = None
+        """The newest step that this generation has committed."""
+
+        self._start_step = start_step
         self.failures_in_a_row = 0
         self._interval_steps = interval_steps
         self._tolerated_failures = tolerated_failures
@@ -249,6 +263,7 @@ class CommitProtocol:
         self._next_plan_id = first_plan_id
         self._joined: set[int] = set()
         self._closed: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
         self._attempt: _Attempt | None = None
         self._furthest_step = 0
         self._furthest_seen_s: float | None = None
@@ -268,6 +283,10 @@ class CommitProtocol:
     def is_fully_staged(self) -> bool:
         """Whether the attempt in flight needs nothing more from any worker."""
         return self._attempt is not None and len(self._attempt.staged) == self.world_size
+
+    def skip_plans_to(self, plan_id: int) -> None:
+        """Never use this plan id or a lower one: a coordinator before this one has."""
+        self._next_plan_id = max(self._next_plan_id, plan_id + 1)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event and return what must be done, in order.
@@ -301,8 +320,10 @@ class CommitProtocol:
                 return self._lost(event.rank)
             case Progress():
                 self._progress(event, now_s)
+                # Who takes another step has given up waiting.
+                self._waiting = {r: s for r, s in self._waiting.items() if s >= event.step}
             case SaveAsked():
-                self._is_asked = True
+                return self._save_asked(event)
             case Closed():
                 self._closed[event.rank] = event.step
             case Tick():
@@ -332,6 +353,17 @@ class CommitProtocol:
                 return self._end("failed", f"rank {event.rank}: {event.reason}")
             case CommitEnded():
                 return self._commit_ended(event)
+
+    def _save_asked(self, event: SaveAsked) -> list[Action]:
+        if not event.is_waiting:
+            self._is_asked = True
+            return []
+        self._waiting[event.rank] = event.step
+        return [AcceptSave(event.step)] if self._all_wait_at() is not None else []
+
+    def _all_wait_at(self) -> int | None:
+        steps = set(self._waiting.values())
+        return steps.pop() if len(self._waiting) == self.world_size and len(steps) == 1 else None
 
     def _progress(self, event: Progress, now_s: float) -> None:
         if event.step >= self._furthest_step:
@@ -432,6 +464,8 @@ class CommitProtocol:
             return [WriteCommit(attempt.plan, shards)]
         if len(self._closed) == self.world_size:
             return self._close(now_s)
+        if (step := self._all_wait_at()) is not None:
+            return self._save_here(step, now_s)
         if attempt is not None:
             return self._supersede(attempt, now_s)
         if len(self._joined) < self.world_size or self._closed or not self._is_due(now_s):
@@ -445,6 +479,17 @@ class CommitProtocol:
             return []
         return [*self._end("superseded", "a checkpoint was asked for earlier"), *self._publish(step, now_s)]
 
+    def _save_here(self, step: int, now_s: float) -> list[Action]:
+        """Plan the step at which every rank stands and waits, once nothing else is in flight."""
+        attempt = self._attempt
+        actions: list[Action] = []
+        if attempt is not None:
+            if attempt.staged or attempt.plan.step == step:
+                return []
+            actions = self._end("superseded", "every rank waits for a checkpoint")
+        self._waiting.clear()
+        return actions + self._publish(step, now_s)
+
     def _close(self, now_s: float) -> list[Action]:
         attempt = self._attempt
         steps = set(self._closed.values())
@@ -452,7 +497,7 @@ class CommitProtocol:
             if attempt.staged or attempt.plan.step in steps:
                 return []
             return [*self._end("closing", "training ended before the planned step"), *self._close(now_s)]
-        if len(steps) == 1 and (step := steps.pop()) > (self.committed_step or 0) and step > 0:
+        if len(steps) == 1 and (step := steps.pop()) > self._start_step:
             return self._publish(step, now_s, is_final=True)
         self._is_over = True
         return [

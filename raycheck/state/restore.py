@@ -108,17 +108,21 @@ class Restorer:
         except LookupError as error:
             raise CorruptCheckpointError(f"the layout lacks bytes of {error.args[0]!r}") from error
 
-    def values(self) -> dict[str, Any]:
-        """Return the saved plain values, still without tensors; for checks before anything is loaded.
+    def check(self) -> None:
+        """Look at what was read, before anything live changes.
 
         Raises:
-            CorruptCheckpointError: If they are damaged.
+            CorruptCheckpointError: If the plain values are damaged.
+            CheckpointMismatchError: If an object says that they do not fit it.
         """
+        self._tree.check(self._values())
+
+    def _values(self) -> dict[str, Any]:
         placed = next(p for p in self._own if p.chunk.name == VALUES)
         text = bytes(self._segment.arena[placed.begin : placed.begin + placed.chunk.num_bytes])
         loaded = self._codec.loads(text, self._targets)
-        if not isinstance(loaded, dict):
-            raise CorruptCheckpointError("stored values are not a dict")
+        if not isinstance(loaded, dict) or "rng" not in loaded:
+            raise CorruptCheckpointError("stored values are damaged: no generators among them")
         return loaded
 
     def load(self, seed_parts: tuple[object, ...]) -> None:
@@ -139,7 +143,7 @@ class Restorer:
             for placed in self._own:
                 if placed.chunk.name != VALUES:
                     self._fill(placed.chunk, self._arena_bytes(placed.begin, placed.chunk.num_bytes))
-        values = self.values()
+        values = self._values()
         rng = values.pop("rng")
         self._tree.load(values, self._targets)
         if self._rank < self._saved_world_size:

@@ -85,6 +85,7 @@ class StateTree:
         for key, value in state.items():
             _check_keyword(key)
             self.parts.append(self._part(key, value, modules))
+        self.stateful = [value for value in state.values() if callable(getattr(value, "state_dict", None))]
         self.optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
 
     def _part(self, key: str, value: Any, modules: Mapping[str, torch.nn.Module]) -> Part:
@@ -136,6 +137,16 @@ class StateTree:
         if problems:
             raise mismatch(problems)
         return found
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Ask every object that can tell, by a method ``check_state_dict``, whether it could load.
+
+        Raises:
+            CheckpointMismatchError: If one could not. Nothing live has changed.
+        """
+        for part in self.parts:
+            if isinstance(part, StatefulPart) and part.name in values:
+                part.check(values[part.name])
 
     def load(self, values: Mapping[str, Any], restored: Mapping[str, torch.Tensor]) -> None:
         """Put back the plain values of all parts, after the tensors are in place."""
@@ -372,6 +383,12 @@ class StatefulPart:
     def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
         """Return fresh tensors for those in the saved state dict."""
         return _fresh(saved)
+
+    def check(self, values: Any) -> None:
+        """Let the target judge its saved state dict, if it has a method for that."""
+        judge = getattr(self._target, "check_state_dict", None)
+        if callable(judge):
+            judge(values)
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Give it the saved state dict."""

@@ -1,0 +1,146 @@
+"""Coordinator and agent as Ray actors: thin shells that pass calls on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycheck.config import Settings
+from raycheck.core.lineage import GenerationId
+from raycheck.runtime import messages
+from raycheck.runtime.agent import Agent, Limits
+from raycheck.runtime.coordinator import Coordinator
+from raycheck.store.objects import Store
+from raycheck.store.run import RunStore
+
+logger = logging.getLogger("raycheck")
+
+_DELIVERY_TIMEOUT_S = 30.0
+_AGENT_NICENESS = 5
+
+# Neither takes a CPU from training; both come back when they are killed, and
+# calls in between are tried again.
+_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
+
+
+def _configure_logging() -> None:
+    """Have raycheck's log lines, one per checkpoint, reach the driver's terminal."""
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("raycheck %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class CoordinatorActor:
+    """One per run, on the controller's node."""
+
+    def __init__(self, store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> None:
+        _configure_logging()
+        self._agents: dict[str, Any] = {}
+        self._coordinator = Coordinator(
+            run_store=RunStore(Store(store_url, store_options)), settings=settings, send=self._send
+        )
+
+    def check(self) -> None:
+        """See `Coordinator.check`."""
+        self._coordinator.check()
+
+    def begin_generation(self, agents: dict[str, Any], world_size: int) -> GenerationId:
+        """See `Coordinator.begin_generation`; ``agents`` are handles by node."""
+        self._agents = dict(agents)
+        return self._coordinator.begin_generation(set(agents), world_size)
+
+    def receive(self, delivery: messages.Delivery, agent: Any) -> bool:
+        """See `Coordinator.receive`; ``agent`` is the sender's handle."""
+        self._agents[delivery.node] = agent
+        return self._coordinator.receive(delivery)
+
+    def status(self) -> dict[str, Any]:
+        """See `Coordinator.status`."""
+        return {**self._coordinator.status(), "pid": os.getpid()}
+
+    def close(self) -> None:
+        """See `Coordinator.close`."""
+        self._coordinator.close()
+
+    def _send(self, node: str, order: messages.Order) -> None:
+        agent = self._agents.get(node)
+        if agent is not None:
+            agent.obey.remote(order)
+
+
+class AgentActor:
+    """One per node that has workers."""
+
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        store_url: str,
+        store_options: Mapping[str, Any] | None,
+        limits: Limits,
+        coordinator: Any,
+    ) -> None:
+        _configure_logging()
+        with contextlib.suppress(OSError):
+            # Training goes first where both want the processor.
+            os.nice(_AGENT_NICENESS)
+        self._coordinator = coordinator
+        self._handle: Any = None
+        self._agent = Agent(
+            node=node,
+            address=address,
+            run_store=RunStore(Store(store_url, store_options)),
+            deliver=self._deliver,
+            limits=limits,
+        )
+
+    def obey(self, order: messages.Order) -> None:
+        """See `Agent.obey`."""
+        self._agent.obey(order)
+
+    def status(self) -> dict[str, Any]:
+        """See `Agent.status`."""
+        return {**self._agent.status(), "pid": os.getpid()}
+
+    def ready(self) -> None:
+        """Return once the agent listens."""
+
+    def _deliver(self, delivery: messages.Delivery) -> None:
+        if self._handle is None:
+            self._handle = ray.get_runtime_context().current_actor
+        reference = self._coordinator.receive.remote(delivery, self._handle)
+        if not ray.get(reference, timeout=_DELIVERY_TIMEOUT_S):
+            self._agent.introduce()
+
+
+def start_coordinator(store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> Any:
+    """Start the coordinator on this node, owned by this process."""
+    node = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(CoordinatorActor).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **_OPTIONS
+    )
+    return actor.remote(store_url, store_options, settings)
+
+
+def start_agent(
+    node: str,
+    address: str,
+    store_url: str,
+    store_options: Mapping[str, Any] | None,
+    limits: Limits,
+    coordinator: Any,
+) -> Any:
+    """Start an agent on a node, owned by this process."""
+    actor = ray.remote(AgentActor).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **_OPTIONS
+    )
+    return actor.remote(node, address, store_url, store_options, limits, coordinator)

@@ -1,0 +1,497 @@
+"""The node agent: does for the workers of one node what must not cost training time.
+
+It holds the descriptors of their segments, streams arenas to storage, reads
+checkpoints into them, and relays messages in both directions. It outlives the
+workers, so a snapshot that was complete when one died is still uploaded. No
+torch and no Ray in here; `runtime.actors` puts it into a Ray actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raycheck.core import layout, protocol
+from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.page import PAGE_BYTES, ControlPage, Plan
+from raycheck.core.plan import Read
+from raycheck.core.sums import ChunkSums
+from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from raycheck.runtime import messages, wire
+from raycheck.store.download import download
+from raycheck.store.run import RunStore
+from raycheck.store.spans import Read as SourceRead
+from raycheck.store.transfer import TokenBucket, TransferCancelledError
+from raycheck.store.upload import upload
+
+logger = logging.getLogger("raycheck")
+
+_PULSE_S = 0.1
+_IDLE_PULSE_S = 1.0
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How an agent may use the network."""
+
+    parallel_parts: int = 4
+    bytes_per_s: float | None = None
+
+
+class _Upload:
+    """One shard on its way to storage."""
+
+    def __init__(self, plan: Plan, ref: CheckpointRef) -> None:
+        self.plan = plan
+        self.ref = ref
+        self.cancelled = threading.Event()
+        self.num_bytes_done = 0
+        self.keys: list[str] = []
+
+    def add_progress(self, num_bytes: int) -> None:
+        """Count bytes sent; for people, so a lost update between threads does not matter."""
+        self.num_bytes_done += num_bytes
+
+
+class _Worker:
+    """One worker as its agent sees it: connection, descriptor, control page."""
+
+    def __init__(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> None:
+        self.connection = connection
+        self.fd = fd
+        self.rank: int = hello["rank"]
+        self.world_size: int = hello["world_size"]
+        self.generation = GenerationId(*hello["generation"])
+        self.has_joined: bool = hello["has_joined"]
+        self._page_map = mmap.mmap(fd, PAGE_BYTES)
+        self.page = ControlPage(memoryview(self._page_map))
+        self.table: messages.TableChanged | None = None
+        self.num_records_seen = 0
+        self.upload: _Upload | None = None
+        self.is_connected = True
+
+    def let_go(self) -> None:
+        """Give up page and descriptor; with them goes the last hold on the memory."""
+        self.page.release()
+        self._page_map.close()
+        os.close(self.fd)
+        self.fd = -1
+
+    def send(self, op: str, **fields: Any) -> None:
+        """Tell the worker something; one that is gone needs nothing."""
+        with contextlib.suppress(OSError):
+            self.connection.send(op, **fields)
+
+
+class Agent:
+    """Serves the workers of one node until closed.
+
+    Args:
+        node: This node's id.
+        address: Where workers connect, in the abstract namespace.
+        run_store: The run's store; used from several threads.
+        deliver: Hands a batch to the coordinator. Blocks; raises if it did
+            not arrive, and is then called again.
+        limits: For uploads.
+
+    Raises:
+        OSError: If another agent listens at the address.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        address: str,
+        run_store: RunStore,
+        deliver: Callable[[messages.Delivery], None],
+        limits: Limits | None = None,
+    ) -> None:
+        self._node = node
+        self._run_store = run_store
+        self._deliver = deliver
+        self._limits = limits or Limits()
+        # One bucket for all ranks: the limit is the node's.
+        self._bucket = TokenBucket(self._limits.bytes_per_s) if self._limits.bytes_per_s else None
+        self._lock = threading.RLock()
+        self._workers: dict[int, _Worker] = {}
+        self._offers_lock = threading.Lock()
+        self._offers: dict[CheckpointRef, tuple[layout.Manifest, list[Any]]] = {}
+        self._outbox: queue.Queue[tuple[GenerationId, messages.Message]] = queue.Queue()
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="raycheck-agent")
+        self._listener = wire.listen(address)
+        self._threads = [
+            threading.Thread(target=target, name=f"raycheck-{target.__name__.strip('_')}", daemon=True)
+            for target in (self._accept, self._pulse, self._send)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop uploads and let go of all workers. What was not committed is left to the next start."""
+        self._closed.set()
+        self._listener.close()
+        with self._lock:
+            workers = list(self._workers.values())
+        for worker in workers:
+            if worker.upload:
+                worker.upload.cancelled.set()
+            worker.connection.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def introduce(self) -> None:
+        """Tell the coordinator about every rank here again: it has restarted."""
+        with self._lock:
+            for worker in self._workers.values():
+                if worker.is_connected:
+                    self._introduce(worker)
+
+    def obey(self, order: messages.Order) -> None:
+        """Carry out an order of the coordinator. Returns at once; slow parts run in threads."""
+        # Under the lock, since a page that was let go cannot be written.
+        with self._lock:
+            workers = list(self._workers.values())
+            match order:
+                case messages.PublishPlan(plan):
+                    for worker in workers:
+                        worker.page.plan = plan
+                case messages.AttemptEnded():
+                    for worker in workers:
+                        self._end_attempt(worker, order)
+                case messages.OfferRestore(ranks, ref):
+                    for worker in workers:
+                        if worker.rank in ranks:
+                            self._pool.submit(self._offer, worker, ref)
+                case messages.ProceedRestore(ref):
+                    self._offers.clear()
+                    for worker in workers:
+                        worker.send("proceed", ref=_ref_fields(ref))
+                case messages.RefuseRestore(message, is_mismatch):
+                    for worker in workers:
+                        worker.send("refuse", message=message, is_mismatch=is_mismatch)
+                case messages.AcceptSave(step):
+                    for worker in workers:
+                        worker.send("accept", step=step)
+                case messages.KeepPerRank():
+                    for worker in workers:
+                        worker.send("keep_per_rank")
+                case messages.FinishTraining(detail):
+                    for worker in workers:
+                        worker.send("finish", detail=detail)
+                case messages.HaltTraining(reason, is_fenced):
+                    for worker in workers:
+                        worker.send("halt", reason=reason, is_fenced=is_fenced)
+                        worker.page.must_halt = True
+
+    def status(self) -> dict[str, Any]:
+        """Return what is in flight here, as plain values."""
+        with self._lock:
+            workers = list(self._workers.values())
+        return {
+            "node": self._node,
+            "uploads": [
+                {"rank": w.rank, "step": w.upload.plan.step, "bytes": w.upload.num_bytes_done}
+                for w in workers
+                if w.upload
+            ],
+        }
+
+    # Workers.
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            connection = wire.Connection(sock)
+            # The abstract namespace has no permissions of its own.
+            if connection.peer_uid() != os.getuid():
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: wire.Connection) -> None:
+        worker = None
+        try:
+            hello, fd = connection.receive()
+            if fd is None:
+                raise ConnectionError("a hello without a descriptor")
+            worker = self._register(connection, fd, hello)
+            while True:
+                message, _ = connection.receive()
+                self._take(worker, message)
+        except (OSError, ValueError, KeyError) as error:
+            if not isinstance(error, ConnectionError) and not self._closed.is_set():
+                logger.exception("node %s: a worker sent something that cannot be read", self._node)
+        finally:
+            connection.close()
+            if worker is not None:
+                self._lose(worker)
+
+    def _register(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> _Worker:
+        worker = _Worker(connection, fd, hello)
+        with self._lock:
+            self._workers[worker.rank] = worker
+        self._introduce(worker)
+        return worker
+
+    def _introduce(self, worker: _Worker) -> None:
+        self._tell(
+            worker, messages.RankHere(worker.rank, worker.world_size, highest_plan_id=worker.page.plan.id)
+        )
+        if worker.table is not None:
+            self._tell(worker, worker.table)
+        if worker.has_joined:
+            self._tell(worker, protocol.Joined(worker.rank))
+        else:
+            self._tell(worker, messages.RestoreAsked(worker.rank))
+
+    def _lose(self, worker: _Worker) -> None:
+        worker.is_connected = False
+        self._tell(worker, protocol.Lost(worker.rank))
+        self._release(worker)
+
+    def _release(self, worker: _Worker) -> None:
+        """Give up the descriptor of a worker that is gone, unless its snapshot is still being stored."""
+        with self._lock:
+            if worker.is_connected or worker.upload is not None or worker.fd < 0:
+                return
+            worker.let_go()
+            if self._workers.get(worker.rank) is worker:
+                del self._workers[worker.rank]
+
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "joined":
+                worker.has_joined = True
+                self._tell(worker, protocol.Joined(worker.rank))
+            case "table":
+                rows = tuple(tuple(row) for row in message["rows"])
+                worker.table = messages.TableChanged(worker.rank, rows)
+                self._tell(worker, worker.table)
+            case "staged":
+                self._staged(worker, message)
+            case "missed":
+                self._tell(worker, protocol.Missed(worker.rank, message["plan_id"]))
+            case "failed":
+                self._tell(worker, protocol.Failed(worker.rank, message["plan_id"], message["reason"]))
+            case "ask":
+                asked = protocol.SaveAsked(worker.rank, message["step"], message["is_waiting"])
+                self._tell(worker, asked)
+            case "read":
+                self._read(worker, message)
+            case "report":
+                self._tell(
+                    worker,
+                    messages.RestoreReported(
+                        worker.rank, _parse_ref(message["ref"]), message["error"], message["is_mismatch"]
+                    ),
+                )
+            case "closed":
+                self._tell(worker, protocol.Closed(worker.rank, message["step"]))
+            case other:
+                raise ValueError(f"unknown message {other!r}")
+
+    def _staged(self, worker: _Worker, message: dict[str, Any]) -> None:
+        plan = Plan(*message["plan"])
+        ref = CheckpointRef(plan.step, worker.generation, plan.id)
+        worker.page.is_in_flight = True
+        job = _Upload(plan, ref)
+        with self._lock:
+            # One that is still here belongs to an attempt whose end was never told.
+            forgotten, worker.upload = worker.upload, job
+        if forgotten is not None:
+            forgotten.cancelled.set()
+        self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"]))
+        self._tell(
+            worker,
+            protocol.Staged(worker.rank, plan.id, message["stall_s"], message["replica_digest"]),
+        )
+        self._pool.submit(self._persist, worker, job, message["num_bytes"])
+
+    # Storage.
+
+    def _persist(self, worker: _Worker, job: _Upload, num_bytes: int) -> None:
+        name = layout.shard_name(worker.rank, worker.world_size)
+        prefix = layout.checkpoint_prefix(job.ref)
+        started_s = time.monotonic()
+        # Of its own: the worker's may be closed before a cancelled upload has noticed.
+        fd = os.dup(worker.fd)
+        try:
+            job.keys.append(f"{prefix}/{name}")
+            sums = upload(
+                self._run_store.store,
+                f"{prefix}/{name}",
+                fd,
+                source_offset=PAGE_BYTES,
+                size_bytes=num_bytes,
+                chunk_bytes=_CHUNK_BYTES,
+                parallel_parts=self._limits.parallel_parts,
+                bytes_per_s=self._bucket,
+                cancelled=job.cancelled,
+                on_progress=job.add_progress,
+            )
+            job.keys.append(f"{prefix}/{layout.sums_name(name)}")
+            self._run_store.store.put(job.keys[-1], sums.encode())
+        except TransferCancelledError:
+            self._delete(job)
+            return
+        except (StorageError, OSError) as error:
+            self._tell(worker, protocol.Failed(worker.rank, job.plan.id, str(error)))
+            return
+        finally:
+            os.close(fd)
+        if job.cancelled.is_set():
+            self._delete(job)
+            return
+        shard = layout.ShardInfo(worker.rank, name, num_bytes, sums.digest())
+        self._tell(worker, protocol.Durable(job.plan.id, shard, time.monotonic() - started_s))
+
+    def _end_attempt(self, worker: _Worker, order: messages.AttemptEnded) -> None:
+        job = worker.upload
+        worker.page.is_in_flight = False
+        if job is not None and job.plan.id == order.plan.id:
+            with self._lock:
+                worker.upload = None
+            if not order.is_committed:
+                job.cancelled.set()
+                self._pool.submit(self._delete, job)
+            self._release(worker)
+        worker.send("ended", plan=list(order.plan), is_committed=order.is_committed, detail=order.detail)
+
+    def _delete(self, job: _Upload) -> None:
+        """Delete what this attempt has stored; nobody will commit it any more."""
+        with contextlib.suppress(StorageError):
+            self._run_store.store.delete(list(job.keys))
+
+    def _offer(self, worker: _Worker, ref: CheckpointRef | None) -> None:
+        if ref is None:
+            worker.send("offer", ref=None)
+            return
+        try:
+            manifest, rows = self._fetch_offer(ref)
+        except (CorruptCheckpointError, StorageError) as error:
+            self._tell(worker, messages.RestoreReported(worker.rank, ref, str(error)))
+            return
+        worker.send("offer", ref=_ref_fields(ref), world_size=manifest.world_size, rows=rows)
+
+    def _fetch_offer(self, ref: CheckpointRef) -> tuple[layout.Manifest, list[Any]]:
+        # One fetch per node, whoever comes first.
+        with self._offers_lock:
+            if ref not in self._offers:
+                manifest = self._run_store.read_manifest(ref)
+                rows = [entry.to_row() for entry in self._run_store.read_layout(manifest)]
+                self._offers[ref] = manifest, rows
+            return self._offers[ref]
+
+    def _read(self, worker: _Worker, message: dict[str, Any]) -> None:
+        """Read verified bytes into the worker's arena; runs in the worker's own thread here."""
+        ref = _parse_ref(message["ref"])
+        assert ref is not None
+        by_shard: dict[int, list[SourceRead]] = {}
+        for read in (Read(*row) for row in message["reads"]):
+            by_shard.setdefault(read.rank, []).append(
+                SourceRead(read.source, read.num_bytes, PAGE_BYTES + read.destination)
+            )
+        try:
+            manifest, _ = self._fetch_offer(ref)
+            for rank, reads in sorted(by_shard.items()):
+                self._read_shard(worker, manifest, rank, reads)
+        except (CorruptCheckpointError, StorageError, TransferCancelledError) as error:
+            worker.send("read_done", error=str(error))
+            return
+        worker.send("read_done", error=None)
+
+    def _read_shard(
+        self, worker: _Worker, manifest: layout.Manifest, rank: int, reads: list[SourceRead]
+    ) -> None:
+        sums: ChunkSums = self._run_store.read_sums(manifest, rank)
+        key = f"{layout.checkpoint_prefix(manifest.ref)}/{manifest.shards[rank].name}"
+        try:
+            download(
+                self._run_store.store,
+                key,
+                reads,
+                worker.fd,
+                sums=sums,
+                parallel=self._limits.parallel_parts,
+                cancelled=self._closed,
+            )
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"step {manifest.ref.step} is incomplete: {key} does not exist",
+                step=manifest.ref.step,
+                key=key,
+            ) from error
+
+    # The coordinator.
+
+    def _tell(self, worker: _Worker, message: messages.Message) -> None:
+        self._outbox.put((worker.generation, message))
+
+    def _pulse(self) -> None:
+        """Pass on the workers' progress: often while they step, rarely while they do not."""
+        last_step, last_told_s = -1, 0.0
+        while not self._closed.wait(_PULSE_S):
+            with self._lock:
+                workers = [w for w in self._workers.values() if w.is_connected and w.has_joined]
+                step = max((worker.page.step for worker in workers), default=-1)
+                now_s = time.monotonic()
+                if not workers or (step == last_step and now_s - last_told_s < _IDLE_PULSE_S):
+                    continue
+                last_step, last_told_s = step, now_s
+                self._tell_steps(min(workers, key=lambda worker: worker.rank), step)
+
+    def _tell_steps(self, worker: _Worker, step: int) -> None:
+        records = worker.page.records_since(worker.num_records_seen)
+        if records:
+            worker.num_records_seen = records[-1].number + 1
+        told = tuple((r.duration_s, r.stall_s, r.is_overlapped) for r in records)
+        self._tell(worker, messages.StepsMeasured(worker.rank, step, told))
+
+    def _send(self) -> None:
+        while not self._closed.is_set():
+            try:
+                generation, first = self._outbox.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            batch = [first]
+            # One delivery holds messages of one generation only.
+            while not self._outbox.empty() and self._outbox.queue[0][0] == generation:
+                batch.append(self._outbox.get()[1])
+            self._deliver_until_it_arrives(messages.Delivery(self._node, generation, tuple(batch)))
+
+    def _deliver_until_it_arrives(self, delivery: messages.Delivery) -> None:
+        pause_s = 0.1
+        while not self._closed.is_set():
+            try:
+                self._deliver(delivery)
+            except Exception as error:  # noqa: BLE001  whatever it was, the coordinator must hear of it
+                logger.info("node %s: the coordinator is out of reach (%s); trying again", self._node, error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+            else:
+                return
+
+
+def _ref_fields(ref: CheckpointRef | None) -> list[Any] | None:
+    return None if ref is None else [ref.step, *ref.generation, ref.plan_id]
+
+
+def _parse_ref(fields: list[Any] | None) -> CheckpointRef | None:
+    if fields is None:
+        return None
+    step, number, id_, plan_id = fields
+    return CheckpointRef(step, GenerationId(number, id_), plan_id)

@@ -1,0 +1,176 @@
+"""`AutoCheckpoint`: the Ray Train callback that switches raycheck on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from typing import Any
+
+import ray
+
+from raycheck.config import Settings, make_settings
+from raycheck.core.layout import ROOT
+from raycheck.core.lineage import GenerationId
+from raycheck.errors import ConfigError
+from raycheck.runtime import actors, compat, worker
+from raycheck.runtime.agent import Limits
+
+logger = logging.getLogger("raycheck")
+
+SETTINGS_VARIABLE = "RAYCHECK_SETTINGS"
+_START_TIMEOUT_S = 120.0
+
+
+class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, compat.WorkerCallback):
+    """Makes every job of a run checkpoint itself and resume.
+
+    Give it to ``RunConfig(callbacks=[raycheck.AutoCheckpoint()])``, or name it
+    in ``RAY_TRAIN_CALLBACKS`` and write settings into ``RAYCHECK_SETTINGS``
+    (JSON). The train function then calls `raycheck.attach`.
+
+    Args:
+        **settings: The fields of `Settings`.
+
+    Raises:
+        ConfigError: If one is unknown or wrong.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        from_environment = os.environ.get(SETTINGS_VARIABLE)
+        if not settings and from_environment:
+            self._settings = Settings.from_json(from_environment)
+        else:
+            self._settings = make_settings(settings)
+        self._coordinator: Any = None
+        self._agents: dict[str, Any] = {}
+        self._addresses: dict[str, str] = {}
+        self._generation: GenerationId | None = None
+        self._store_url = ""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, as validated."""
+        return self._settings
+
+    # On the controller. Ray Train ends the run when one of these raises, even
+    # where failures are tolerated: only what the user must mend may do so.
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Start the coordinator and find out whether the store can be used."""
+        if not self._settings.enabled:
+            return
+        if compat.is_replica_group_run(train_run_context):
+            raise ConfigError(
+                "raycheck cannot be used with replica groups (TorchFT): survivors keep their state there, "
+                "and ranks no longer share one step; remove AutoCheckpoint or the replica groups",
+                field="callbacks",
+                value="AutoCheckpoint",
+            )
+        if not compat.run_was_named(train_run_context):
+            logger.warning(
+                "this run has no name: the same command starts another run and cannot resume this one; "
+                "set RunConfig(name=...)"
+            )
+        self._store_url = self._choose_store(train_run_context)
+        self._coordinator = actors.start_coordinator(
+            self._store_url, self._settings.storage_options, self._settings
+        )
+        try:
+            ray.get(self._coordinator.check.remote(), timeout=_START_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Claim a generation for the group and have an agent on each of its nodes."""
+        if self._coordinator is not None:
+            nodes = compat.node_ids(workers)
+            self._ensure_agents(sorted(set(nodes)))
+            here = {node: self._agents[node] for node in set(nodes)}
+            self._generation = ray.get(
+                self._coordinator.begin_generation.remote(here, len(workers)), timeout=_START_TIMEOUT_S
+            )
+        return {}
+
+    async def before_controller_shutdown(self) -> None:
+        """Let the coordinator write what is left to write."""
+        if self._coordinator is None:
+            return
+        try:
+            await self._coordinator.close.remote()
+        except ray.exceptions.RayError as error:
+            logger.warning("the coordinator could not be closed: %s", error)
+
+    def _choose_store(self, train_run_context: Any) -> str:
+        path, name, has_own_filesystem = compat.run_path(train_run_context)
+        if self._settings.storage_path is not None:
+            path = self._settings.storage_path
+        elif has_own_filesystem:
+            raise ConfigError(
+                "RunConfig(storage_filesystem=...) cannot be opened by raycheck's own processes; give the "
+                "same place as a URL: AutoCheckpoint(storage_path=..., storage_options=...)",
+                field="storage_path",
+                value=None,
+            )
+        return join_url(path, f"{name}/{ROOT}")
+
+    def _ensure_agents(self, nodes: list[str]) -> None:
+        limits = Limits(
+            parallel_parts=self._settings.upload_parallel_parts, bytes_per_s=self._settings.upload_bytes_per_s
+        )
+        for node in nodes:
+            if node in self._agents:
+                continue
+            self._addresses[node] = f"raycheck-{secrets.token_hex(8)}"
+            self._agents[node] = actors.start_agent(
+                node,
+                self._addresses[node],
+                self._store_url,
+                self._settings.storage_options,
+                limits,
+                self._coordinator,
+            )
+        ray.get([self._agents[node].ready.remote() for node in nodes], timeout=_START_TIMEOUT_S)
+
+    # On each worker: this object has been copied there.
+
+    def after_init_train_context(self) -> None:
+        """Tell `attach` where it is, and close when the train function ends."""
+        if self._generation is None:
+            # Switched off: attach() is to do nothing.
+            off = dataclasses.replace(self._settings, enabled=False)
+            worker.set_context(_context_of("", GenerationId(0, "0"), off))
+            return
+        node = ray.get_runtime_context().get_node_id()
+        worker.set_context(_context_of(self._addresses[node], self._generation, self._settings))
+        compat.after_train_function(on_return=_close, on_error=_abandon)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers talk to their agent over its socket; they need no handles.
+        return {**self.__dict__, "_coordinator": None, "_agents": {}}
+
+
+def join_url(path: str, relative: str) -> str:
+    """Append to a path or URL, before its query if it has one."""
+    base, mark, query = path.partition("?") if "://" in path else (path, "", "")
+    return f"{base.rstrip('/')}/{relative}{mark}{query}"
+
+
+def _context_of(address: str, generation: GenerationId, settings: Settings) -> worker.WorkerContext:
+    rank, world_size = compat.rank_and_world_size()
+    return worker.WorkerContext(
+        address=address, generation=generation, rank=rank, world_size=world_size, settings=settings
+    )
+
+
+def _close() -> None:
+    checkpointer = worker.attached()
+    if checkpointer is not None:
+        checkpointer.close()
+
+
+def _abandon() -> None:
+    checkpointer = worker.attached()
+    if checkpointer is not None:
+        checkpointer.abandon()

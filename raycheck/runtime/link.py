@@ -1,0 +1,127 @@
+"""The worker's end of the socket to its agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raycheck.core.lineage import GenerationId
+from raycheck.runtime import wire
+from raycheck.state.segment import Segment
+
+logger = logging.getLogger("raycheck")
+
+_CONNECT_TIMEOUT_S = 60.0
+_RETRY_S = 0.2
+
+RECONNECTED = "reconnected"
+"""An op that the link itself puts among the messages: a new agent has taken over."""
+
+
+class AgentLink:
+    """Connects a worker to the agent of its node, and again when that has restarted.
+
+    Sending never blocks on the agent's work and never raises: a message to an
+    agent that is gone is dropped, and the hello to its successor says what
+    counts.
+
+    Args:
+        address: Where the agent listens.
+        segment: Whose descriptor goes along with the hello.
+        generation: The worker's generation.
+        rank: Its rank.
+        world_size: Number of ranks.
+        on_reconnect: Called by the link's thread after a new hello.
+
+    Raises:
+        ConnectionError: If there is no agent within a minute.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        segment: Segment,
+        generation: GenerationId,
+        rank: int,
+        world_size: int,
+        on_reconnect: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._segment = segment
+        self._hello = {"generation": list(generation), "rank": rank, "world_size": world_size}
+        self._on_reconnect = on_reconnect
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_closed = False
+        self.has_joined = False
+        self._connection = self._connect(time.monotonic() + _CONNECT_TIMEOUT_S)
+        threading.Thread(target=self._receive, name="raycheck-link", daemon=True).start()
+
+    def send(self, op: str, **fields: Any) -> None:
+        """Send a message; drop it if the agent is gone."""
+        with contextlib.suppress(OSError):
+            self._connection.send(op, **fields)
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next message from the agent; None after ``timeout_s``."""
+        try:
+            return self._inbox.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Return all messages that are waiting, at once."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._inbox.get_nowait())
+        return found
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether a message is waiting."""
+        return not self._inbox.empty()
+
+    def close(self) -> None:
+        """Hang up: the agent sees that this worker is gone."""
+        self._is_closed = True
+        self._connection.close()
+
+    def _hung_up(self) -> bool:
+        return self._is_closed
+
+    def _connect(self, deadline_s: float | None) -> wire.Connection:
+        while True:
+            try:
+                connection = wire.connect(self._address)
+                connection.send("hello", fd=self._segment.fd, has_joined=self.has_joined, **self._hello)
+            except OSError as error:
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    raise ConnectionError(
+                        f"no raycheck agent answers on this node ({self._address}): {error}"
+                    ) from error
+                if self._is_closed:
+                    raise
+                time.sleep(_RETRY_S)
+            else:
+                return connection
+
+    def _receive(self) -> None:
+        while not self._is_closed:
+            try:
+                message, _ = self._connection.receive()
+            except (OSError, ValueError):
+                if self._hung_up():
+                    return
+                logger.warning("the agent of this node is gone; waiting for its successor")
+                with contextlib.suppress(OSError):
+                    self._connection = self._connect(None)
+                    self._on_reconnect()
+                    self._inbox.put({"op": RECONNECTED})
+            else:
+                self._inbox.put(message)

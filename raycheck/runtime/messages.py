@@ -1,0 +1,158 @@
+"""What agents and the coordinator tell each other, beside the events of the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from raycheck.core import protocol
+from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.page import Plan
+
+# From an agent to the coordinator.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankHere:
+    """A rank is connected to this agent; told again after either end has restarted."""
+
+    rank: int
+    world_size: int
+    highest_plan_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreAsked:
+    """A rank wants to know what to restore."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreReported:
+    """A rank has verified its bytes, or has not."""
+
+    rank: int
+    ref: CheckpointRef | None
+    error: str | None
+    is_mismatch: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepsMeasured:
+    """Step records of a rank: (duration_s, stall_s, is_overlapped), oldest first."""
+
+    rank: int
+    step: int
+    records: tuple[tuple[float, float, bool], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableChanged:
+    """A rank's shard has a new table: the rows of its entries."""
+
+    rank: int
+    rows: tuple[tuple[object, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetricsTaken:
+    """The user's metrics at a snapshot's step."""
+
+    rank: int
+    plan_id: int
+    metrics: dict[str, float]
+
+
+Message = (
+    RankHere | RestoreAsked | RestoreReported | StepsMeasured | TableChanged | MetricsTaken | protocol.Event
+)
+
+# From the coordinator to an agent.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishPlan:
+    """Show the plan to all ranks of this node."""
+
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptEnded:
+    """The attempt is over: stop uploads, free memory, and delete what is stored if it came to nothing."""
+
+    plan: Plan
+    is_committed: bool
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfferRestore:
+    """These ranks are to read and verify this checkpoint; None: there is none."""
+
+    ranks: tuple[int, ...]
+    ref: CheckpointRef | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProceedRestore:
+    """All ranks are well: load."""
+
+    ref: CheckpointRef | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RefuseRestore:
+    """No rank may load anything."""
+
+    message: str
+    is_mismatch: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AcceptSave:
+    """Every rank waits for a checkpoint at this step."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeepPerRank:
+    """Shared tensors differ between ranks: store each rank's own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FinishTraining:
+    """All ranks have closed; nothing more will be saved."""
+
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HaltTraining:
+    """Training must stop."""
+
+    reason: str
+    is_fenced: bool
+
+
+Order = (
+    PublishPlan
+    | AttemptEnded
+    | OfferRestore
+    | ProceedRestore
+    | RefuseRestore
+    | AcceptSave
+    | KeepPerRank
+    | FinishTraining
+    | HaltTraining
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """A batch from one agent, in order. Delivered at least once."""
+
+    node: str
+    generation: GenerationId
+    messages: tuple[Message, ...]

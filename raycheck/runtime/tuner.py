@@ -1,0 +1,119 @@
+"""Measurements in, interval out: the shell around the policy in `core.interval`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from raycheck.config import Settings
+from raycheck.core.estimate import CostEstimator, OverheadMeter, first_checkpoint_after_s
+from raycheck.core.failure_rate import FailureRate
+from raycheck.core.interval import Decision, Failures, Limits, choose_interval
+
+logger = logging.getLogger("raycheck")
+
+_DAY_S = 86_400.0
+_DECIDE_EVERY_S = 1.0
+"""Training time between two looks at the decision; costs a millisecond each."""
+
+
+class Tuner:
+    """Chooses the interval of a run and follows what checkpoints cost. Not thread-safe."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._limits = Limits(
+            max_overhead=settings.max_overhead,
+            recovery_point_s=settings.recovery_point_s,
+            min_interval_s=settings.min_interval_s,
+            max_interval_s=settings.max_interval_s,
+            interval_steps=settings.interval_steps,
+            max_in_flight=settings.max_in_flight,
+            on_conflict=settings.on_conflict,
+        )
+        self._estimator = CostEstimator(restart_s=settings.restart_s)
+        self._meter = OverheadMeter()
+        self._rate = FailureRate(prior_gpu_days_per_failure=settings.gpu_days_per_failure)
+        self._world_size = 1
+        self._num_checkpoints = 0
+        self._undecided_s = 0.0
+        self._last_step_s: float | None = None
+        self.decision: Decision | None = None
+
+    def begin_generation(self, world_size: int, *, is_restart: bool) -> None:
+        """Start over with the steps of a new worker group; costs are remembered."""
+        if is_restart:
+            self._rate = self._rate.after(failures={"worker": 1})
+        if self._estimator.costs() is not None:
+            self._estimator.observe_resize(bytes_ratio=self._world_size / world_size)
+        self._world_size = world_size
+        self._decide()
+
+    def observe_steps(self, records: Iterable[tuple[float, float, bool]]) -> None:
+        """Take in step records of rank 0: duration, stall, whether a copy or persist was under way."""
+        trained_s = 0.0
+        for duration_s, stall_s, is_overlapped in records:
+            self._estimator.observe_step(duration_s, overlapped=is_overlapped, stall_s=stall_s)
+            self._meter.observe_step(duration_s, overlapped=is_overlapped, stall_s=stall_s)
+            trained_s += duration_s
+            self._last_step_s = duration_s
+        self._undecided_s += trained_s
+        if self._undecided_s >= _DECIDE_EVERY_S:
+            self._rate = self._rate.after(gpu_days=self._undecided_s * self._world_size / _DAY_S)
+            self._undecided_s = 0.0
+            self._decide()
+
+    def observe_checkpoint(self, *, stall_s: float, persist_s: float) -> None:
+        """Take in what a committed checkpoint cost."""
+        self._num_checkpoints += 1
+        self._estimator.observe_checkpoint(stall_s=stall_s, persist_s=persist_s)
+        self._decide()
+
+    @property
+    def step_s(self) -> float | None:
+        """Time of a step, seconds; None before the first."""
+        costs = self._estimator.costs()
+        return costs.step_s if costs is not None else self._last_step_s
+
+    @property
+    def interval_s(self) -> float | None:
+        """Time between snapshot starts, seconds; None while no step is known."""
+        if self.decision is not None:
+            return self.decision.period_s
+        return first_checkpoint_after_s(self._last_step_s) if self._last_step_s is not None else None
+
+    @property
+    def overhead(self) -> float:
+        """What checkpoints have cost so far, as a fraction of the time inside steps."""
+        return self._meter.measured().fraction
+
+    def interval_text(self) -> str:
+        """Return the interval for a log line."""
+        if self.decision is None:
+            return "not chosen yet"
+        return f"{self.decision.interval_s:.1f} s ({self.decision.decided_by})"
+
+    def status(self) -> dict[str, Any]:
+        """Return what is known, as plain values."""
+        decision = self.decision
+        return {
+            "num_checkpoints": self._num_checkpoints,
+            "overhead": self.overhead,
+            "max_overhead": self._limits.max_overhead,
+            "step_s": self.step_s,
+            "interval_s": decision.interval_s if decision else None,
+            "decided_by": decision.decided_by if decision else None,
+            "reason": decision.reason if decision else None,
+        }
+
+    def _decide(self) -> None:
+        costs = self._estimator.costs()
+        if costs is None:
+            return
+        failures = Failures(
+            gpu_days_per_failure=self._rate.gpu_days_per_failure, num_gpus=max(self._world_size, 1)
+        )
+        before = self.decision
+        self.decision = choose_interval(costs, failures, self._limits, previous=before)
+        if before is None or before.decided_by != self.decision.decided_by:
+            logger.info("%s", self.decision.reason)

@@ -1,0 +1,517 @@
+"""What a training loop sees: ``attach`` and the ``Checkpointer``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from raycheck.config import Settings
+from raycheck.core.layout import Entry, ShardImage
+from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.page import Plan
+from raycheck.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    FencedError,
+    NotEnabledError,
+    RaycheckError,
+    SaveError,
+    StateError,
+)
+from raycheck.runtime import compat
+from raycheck.runtime.link import RECONNECTED, AgentLink
+from raycheck.state.codec import Codec
+from raycheck.state.restore import Restorer
+from raycheck.state.segment import Segment
+from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
+from raycheck.state.tree import StateTree
+
+logger = logging.getLogger("raycheck")
+
+_WARN_EVERY_S = 30.0
+_SAVE_TOGETHER_S = 1.0
+_CLOSE_TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What the callback leaves in each worker before the train function runs."""
+
+    address: str
+    generation: GenerationId
+    rank: int
+    world_size: int
+    settings: Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What ``attach`` put back."""
+
+    step: int
+    """Steps completed at the checkpoint."""
+
+    generation: int
+    """Number of the generation that wrote it."""
+
+    seconds: float
+    """Time that the restore took."""
+
+    source: str
+    """From where: "storage"."""
+
+
+_context: WorkerContext | None = None
+_attached: Checkpointer | None = None
+_lock = threading.Lock()
+
+
+def set_context(context: WorkerContext | None) -> None:
+    """Say in which run this process trains; called by the callback before the train function."""
+    global _context, _attached
+    with _lock:
+        _context, _attached = context, None
+
+
+def attached() -> Checkpointer | None:
+    """Return the checkpointer of this process, if it has one."""
+    return _attached
+
+
+def attach(*, optional: bool = False, **state: Any) -> Checkpointer:
+    """Make ``state`` checkpoint itself, and restore it in place if a checkpoint exists.
+
+    Call it once in the train function, on every rank, after the model is
+    wrapped. State is any mix of modules, optimizers, schedulers, scalers,
+    other objects with ``state_dict`` and ``load_state_dict``, tensors, dicts,
+    lists and plain values. What is immutable is found restored in
+    ``checkpointer.values``.
+
+    Blocks until every rank has restored, and then for the copy into the live
+    state. No rank changes anything unless all can.
+
+    Args:
+        optional: Do nothing, with one warning, where the run has no
+            ``AutoCheckpoint``, so that the same loop runs without it.
+        **state: What to save, by name.
+
+    Raises:
+        NotEnabledError: If the run has no ``AutoCheckpoint``.
+        StateError: If something in the state cannot be saved; names its path.
+        CheckpointMismatchError: If the run's checkpoint is another model's;
+            nothing has been loaded.
+        CheckpointError: If no checkpoint of the run can be restored.
+        RuntimeError: If this process has attached already.
+    """
+    global _attached
+    with _lock:
+        if _attached is not None:
+            raise RuntimeError(
+                "raycheck.attach() was called twice in this process; pass all state to one call"
+            )
+        tree = StateTree(state)
+        if _context is None or not _context.settings.enabled:
+            if _context is None and not (optional or compat.is_local_run()):
+                raise NotEnabledError(
+                    "this run has no AutoCheckpoint; add "
+                    "RunConfig(callbacks=[raycheck.AutoCheckpoint()]) to the trainer, "
+                    "or call attach(..., optional=True) to train without checkpoints"
+                )
+            if _context is None:
+                logger.warning("raycheck is not active in this run: attach() does nothing, nothing is saved")
+            session = None
+        else:
+            session = _Session(_context, tree)
+        _attached = Checkpointer(tree, session)
+        return _attached
+
+
+class Checkpointer:
+    """Returned by `attach`. Used by the training thread alone.
+
+    Attributes:
+        restored: What was restored, or None.
+        values: The plain immutable values given to ``attach``, by name;
+            assign here to change what is saved.
+    """
+
+    def __init__(self, tree: StateTree, session: _Session | None) -> None:
+        self._tree = tree
+        self._session = session
+        self.values = self._tree.values
+        self.restored: Restored | None = None
+        self._local_steps = 0
+        if session is not None:
+            self.restored = session.restore()
+
+    @property
+    def current_step(self) -> int:
+        """Steps completed, those before the restore included."""
+        return self._session.step_number if self._session else self._local_steps
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Say that one training step is complete: call it once after each optimizer update.
+
+        Blocks only for what must be copied at once when a snapshot is due:
+        no message is waited for and no rank for another.
+
+        Args:
+            metrics: Numbers to store with a checkpoint of this step.
+
+        Raises:
+            SaveError: If more saves in a row failed than ``on_failure`` tolerates.
+            FencedError: If a newer start of this run has taken over.
+        """
+        self._local_steps += 1
+        if self._session is not None:
+            self._session.step(metrics)
+
+    def save(self, *, block: bool = False) -> bool:
+        """Ask for a checkpoint at the next step that all ranks can agree on.
+
+        Args:
+            block: Wait until it is committed. For this every rank must call
+                ``save(block=True)`` at the same step; if they have not within
+                a second, this warns and returns.
+
+        Returns:
+            True if a checkpoint of the present step is committed.
+        """
+        return self._session.save(block=block) if self._session else False
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the epochs that are left of ``num_epochs``, the restored one first.
+
+        An epoch that was under way comes again, and its loader yields the rest
+        of it; so it does when the checkpoint fell after its last batch, with
+        no batch left, since what follows the batches has not run yet.
+        """
+        loaders = [part for part in self._loaders() if callable(getattr(part, "set_epoch", None))]
+        first = max((int(loader.epoch) for loader in loaders), default=0)
+        if first >= num_epochs:
+            logger.warning("all %d epochs are done: there is nothing left to train", num_epochs)
+        for epoch in range(first, num_epochs):
+            for loader in loaders:
+                loader.set_epoch(epoch)
+            yield epoch
+        # So that a checkpoint after the last epoch says that the run is done.
+        for loader in loaders:
+            loader.set_epoch(num_epochs)
+
+    def close(self) -> None:
+        """Take a last checkpoint, if all ranks end at the same step, and let go.
+
+        Blocks until it is committed, ten minutes at most. Called by itself
+        when the train function returns. Calling it again does nothing.
+
+        Raises:
+            SaveError, FencedError: As `step` does.
+        """
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def abandon(self) -> None:
+        """Let go at once, after an exception: the agents finish what was staged."""
+        if self._session is not None:
+            self._session.abandon()
+            self._session = None
+
+    def _loaders(self) -> Iterator[Any]:
+        for target in self._tree.stateful:
+            if hasattr(target, "epoch"):
+                yield target
+
+
+class _Session:
+    """A checkpointer's connection to the run: segment, snapshots, agent."""
+
+    def __init__(self, context: WorkerContext, tree: StateTree) -> None:
+        self.tree = tree
+        self.step_number = 0
+        self._context = context
+        self._codec = Codec(context.settings.allow_pickle)
+        self._segment = Segment()
+        self._table: list[Any] | None = None
+        self._seen_plan_id = 0
+        self._metrics: Mapping[str, Any] = {}
+        self._last_end_s = time.perf_counter()
+        self._was_busy = False
+        self._halt: RaycheckError | None = None
+        self._snapshotter = Snapshotter(
+            tree,
+            self._segment,
+            rank=context.rank,
+            world_size=context.world_size,
+            codec=self._codec,
+            overlap=context.settings.overlap,
+            on_layout=self._send_table,
+        )
+        try:
+            self._snapshotter.check()
+            self._link = AgentLink(
+                address=context.address,
+                segment=self._segment,
+                generation=context.generation,
+                rank=context.rank,
+                world_size=context.world_size,
+                on_reconnect=self._resend_table,
+            )
+        except BaseException:
+            self._snapshotter.close()
+            self._segment.close()
+            raise
+
+    # Restoring.
+
+    def restore(self) -> Restored | None:
+        """Restore what all ranks agree on; return what it was."""
+        started_s = time.perf_counter()
+        try:
+            restorer, ref = self._agree()
+            if restorer is not None and ref is not None:
+                restorer.load((ref.step, str(ref.generation)))
+                self.step_number = ref.step
+                self._segment.page.step = ref.step
+        except BaseException:
+            self.abandon()
+            raise
+        self._link.has_joined = True
+        self._link.send("joined")
+        self._last_end_s = time.perf_counter()
+        if ref is None:
+            return None
+        seconds = time.perf_counter() - started_s
+        if self._context.rank == 0:
+            logger.info(
+                "restored step %d of generation %d from storage in %.2f s",
+                ref.step,
+                ref.generation.number,
+                seconds,
+            )
+        return Restored(step=ref.step, generation=ref.generation.number, seconds=seconds, source="storage")
+
+    def _agree(self) -> tuple[Restorer | None, CheckpointRef | None]:
+        """Follow the coordinator's offers until all ranks hold verified bytes of one checkpoint."""
+        restorer: Restorer | None = None
+        while True:
+            message = self._next_message("the other ranks to restore")
+            match message["op"]:
+                case "offer":
+                    restorer = self._take_offer(message)
+                case "read_done" if restorer is not None:
+                    self._check_read(restorer, message["error"])
+                case "proceed":
+                    return restorer, self._offered
+                case "refuse":
+                    kind = CheckpointMismatchError if message["is_mismatch"] else CheckpointError
+                    raise kind(message["message"])
+
+    def _take_offer(self, message: dict[str, Any]) -> Restorer | None:
+        self._offered_fields = message["ref"]
+        if message["ref"] is None:
+            self._offered: CheckpointRef | None = None
+            self._report(None)
+            return None
+        step, number, id_, plan_id = message["ref"]
+        self._offered = CheckpointRef(step, GenerationId(number, id_), plan_id)
+        has_group = dist.is_initialized() and dist.get_world_size() == self._context.world_size > 1
+        try:
+            restorer = Restorer(
+                self.tree,
+                self._segment,
+                [Entry.from_row(row) for row in message["rows"]],
+                saved_world_size=message["world_size"],
+                rank=self._context.rank,
+                world_size=self._context.world_size,
+                codec=self._codec,
+                has_group=has_group,
+            )
+            reads = [dataclasses.astuple(read) for read in restorer.plan()]
+        except CheckpointMismatchError as error:
+            self._report(str(error), is_mismatch=True)
+            return None
+        except (CorruptCheckpointError, OSError) as error:
+            self._report(str(error))
+            return None
+        self._link.send("read", ref=message["ref"], reads=reads)
+        return restorer
+
+    def _check_read(self, restorer: Restorer, error: str | None) -> None:
+        if error is not None:
+            self._report(error)
+            return
+        try:
+            restorer.check()
+        except CheckpointMismatchError as mismatch:
+            self._report(str(mismatch), is_mismatch=True)
+        except CorruptCheckpointError as corrupt:
+            self._report(str(corrupt))
+        else:
+            self._report(None)
+
+    def _report(self, error: str | None, *, is_mismatch: bool = False) -> None:
+        self._link.send("report", ref=self._offered_fields, error=error, is_mismatch=is_mismatch)
+
+    def _next_message(self, what: str) -> dict[str, Any]:
+        """Return the next message that a waiting worker acts on. Blocks; says so now and then."""
+        waited_s = 0.0
+        while True:
+            message = self._link.receive(_WARN_EVERY_S)
+            if message is None:
+                waited_s += _WARN_EVERY_S
+                logger.warning("rank %d has waited %.0f s for %s", self._context.rank, waited_s, what)
+                continue
+            if message["op"] not in (RECONNECTED, "ended"):
+                return message
+
+    # Saving.
+
+    def step(self, metrics: Mapping[str, Any] | None) -> None:
+        """Count a step; take what is due."""
+        started_s = time.perf_counter()
+        self.step_number += 1
+        page = self._segment.page
+        page.step = self.step_number
+        if metrics is not None:
+            self._metrics = metrics
+        if self._link.has_mail:
+            self._read_mail()
+        self._report_outcome(self._snapshotter.settle(block=False))
+        plan = page.plan
+        if plan.id != self._seen_plan_id:
+            self._follow(plan)
+        ended_s = time.perf_counter()
+        stall_s = ended_s - started_s + self._snapshotter.take_waited_s()
+        is_busy = page.is_in_flight or self._snapshotter.is_pending
+        page.record_step(ended_s - self._last_end_s, stall_s, is_overlapped=is_busy or self._was_busy)
+        self._was_busy = is_busy
+        self._last_end_s = ended_s
+        if self._halt is not None:
+            raise self._halt
+
+    def _follow(self, plan: Plan) -> None:
+        if plan.step > self.step_number:
+            return
+        self._seen_plan_id = plan.id
+        if plan.step < self.step_number:
+            self._link.send("missed", plan_id=plan.id)
+            return
+        self._report_outcome(self._snapshotter.settle(block=True))
+        try:
+            self._snapshotter.begin(plan)
+        except (StateError, OSError) as error:
+            logger.warning("rank %d: no snapshot at step %d: %s", self._context.rank, self.step_number, error)
+            self._link.send("failed", plan_id=plan.id, reason=str(error))
+
+    def _report_outcome(self, outcome: Snapshot | Discarded | None) -> None:
+        match outcome:
+            case Snapshot():
+                self._link.send(
+                    "staged",
+                    plan=list(outcome.plan),
+                    num_bytes=outcome.num_bytes,
+                    stall_s=outcome.stall_s,
+                    replica_digest=outcome.replica_digest,
+                    metrics=_numbers(self._metrics),
+                )
+            case Discarded(plan, reason):
+                self._link.send("failed", plan_id=plan.id, reason=reason)
+
+    def save(self, *, block: bool) -> bool:
+        """Ask for a checkpoint; see `Checkpointer.save`."""
+        self._link.send("ask", step=self.step_number, is_waiting=block)
+        if not block:
+            return False
+        deadline_s = time.monotonic() + _SAVE_TOGETHER_S
+        while time.monotonic() < deadline_s:
+            end = None
+            for message in self._link.drain():
+                if message["op"] == "accept" and message["step"] == self.step_number:
+                    deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+                elif message["op"] == "ended" and message["plan"][1] == self.step_number:
+                    end = message
+                self._obey(message)
+            if end is not None:
+                if not end["is_committed"]:
+                    logger.warning("no checkpoint at step %d: %s", self.step_number, end["detail"])
+                return bool(end["is_committed"])
+            self._snapshot_here()
+        logger.warning(
+            "rank %d: save(block=True) at step %d returns without a checkpoint: not every rank has called it "
+            "at this step",
+            self._context.rank,
+            self.step_number,
+        )
+        return False
+
+    def close(self) -> None:
+        """Take part in a last checkpoint and wait for its end."""
+        self._report_outcome(self._snapshotter.settle(block=True))
+        self._link.send("closed", step=self.step_number)
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        is_finished = False
+        while not is_finished and self._halt is None and time.monotonic() < deadline_s:
+            for message in self._link.drain():
+                if message["op"] == RECONNECTED:
+                    self._link.send("closed", step=self.step_number)
+                is_finished |= message["op"] == "finish"
+                self._obey(message)
+            self._snapshot_here()
+        self.abandon()
+        if self._halt is not None:
+            raise self._halt
+        if not is_finished:
+            logger.warning("rank %d: the last checkpoint was not confirmed", self._context.rank)
+
+    def abandon(self) -> None:
+        """Let go of everything at once."""
+        self._link.close()
+        self._snapshotter.close()
+        self._segment.close()
+
+    def _snapshot_here(self) -> None:
+        """Take a snapshot if one is planned for the step at which this rank stands; waits a moment."""
+        plan = self._segment.page.plan
+        if plan.id != self._seen_plan_id:
+            self._follow(plan)
+        self._report_outcome(self._snapshotter.settle(block=True))
+        time.sleep(0.005)
+
+    def _read_mail(self) -> None:
+        for message in self._link.drain():
+            self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "keep_per_rank":
+                self._snapshotter.keep_per_rank()
+            case "halt":
+                kind = FencedError if message["is_fenced"] else SaveError
+                self._halt = kind(message["reason"])
+
+    def _send_table(self, image: ShardImage) -> None:
+        self._table = [entry.to_row() for entry in image.entries]
+        self._link.send("table", rows=self._table)
+
+    def _resend_table(self) -> None:
+        if self._table is not None:
+            self._link.send("table", rows=self._table)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers. Only now, at a snapshot, is a tensor read."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    return found

@@ -1,0 +1,237 @@
+"""Objects as local files: durable when written, never visible half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from raycheck.errors import StorageError
+from raycheck.store.backend import ObjectInfo, Page, PartLimits
+from raycheck.store.failures import is_full
+from raycheck.store.location import Location
+
+PARTIAL_FOLDER = ".raycheck-partial"
+"""Files under way, below the root: on the same file system, and no listing shows them."""
+
+
+class LocalBackend:
+    """Files below a folder.
+
+    A file is written under a temporary name, synced, renamed, and its folder
+    synced: after ``put`` or ``complete`` returns it survives a power cut, and
+    at no time does its name lead to part of it. The root need not exist.
+
+    Args:
+        location: The folder.
+        pwrite: How bytes are written; a test passes a disk that fills up.
+    """
+
+    parts_are_independent = True
+
+    def __init__(self, location: Location, *, pwrite: Callable[..., int] = os.pwrite) -> None:
+        self.limits = PartLimits(min_part_bytes=1, max_parts=1 << 30)
+        self._root = location.root
+        self._pwrite = pwrite
+
+    def put(self, key: str, data: bytes | bytearray, crc32c: int) -> None:
+        """Write a whole object."""
+        upload = self.begin_upload(key, len(data))
+        try:
+            upload.write_part(0, 0, data, crc32c)
+            upload.complete()
+        except BaseException:
+            upload.abort()
+            raise
+
+    def begin_upload(self, key: str, size_bytes: int) -> LocalUpload:
+        """Start an object that is written in parts."""
+        return LocalUpload(self._root, self._path(key), size_bytes, self._pwrite)
+
+    def get(self, key: str) -> bytes:
+        """Return a whole object."""
+        with open(self._path(key), "rb") as file:
+            return file.read()
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset`` on; return fewer bytes at the end of the object."""
+        descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            filled = 0
+            while filled < len(buffer):
+                count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+                if count == 0:
+                    break
+                filled += count
+            return filled
+        finally:
+            os.close(descriptor)
+
+    def size_bytes(self, key: str) -> int:
+        """Return the size."""
+        status = os.stat(self._path(key))
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(self._path(key))
+        return status.st_size
+
+    def list_page(self, folder: str, token: str | None, *, recursive: bool) -> Page:
+        """Return what is below a folder."""
+        path = self._path(folder) if folder else self._root
+        prefix = f"{folder}/" if folder else ""
+        if recursive:
+            return Page([ObjectInfo(prefix + name, size) for name, size in _walk(path)])
+        page = Page([])
+        for entry in _scan(path):
+            if entry.is_dir():
+                page.folders.append(prefix + entry.name)
+            else:
+                page.objects.extend(ObjectInfo(prefix + entry.name, size) for size in _size(entry))
+        return page
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete what is there."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self._path(key))
+        # Deepest first, so that a folder is tried after all folders in it.
+        folders = {parent for key in keys for parent in _parents(key)}
+        for folder in sorted(folders, key=lambda name: -name.count("/")):
+            with contextlib.suppress(OSError):
+                os.rmdir(self._path(folder))
+
+    def sweep_uploads(self, older_than_s: float) -> list[str]:
+        """Remove uploads that were left over."""
+        swept = []
+        for entry in _scan(os.path.join(self._root, PARTIAL_FOLDER), partial=True):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime >= older_than_s:
+                    os.unlink(entry.path)
+                    swept.append(f"{PARTIAL_FOLDER}/{entry.name}")
+        return swept
+
+    def refresh(self) -> None:
+        """Files need no credentials."""
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, key)
+
+
+class LocalUpload:
+    """A temporary file that becomes the object."""
+
+    def __init__(self, root: str, path: str, size_bytes: int, pwrite: Callable[..., int]) -> None:
+        self._root = root
+        self._path = path
+        self._size_bytes = size_bytes
+        self._pwrite = pwrite
+        folder = os.path.join(root, PARTIAL_FOLDER)
+        os.makedirs(folder, exist_ok=True)
+        self._temporary = os.path.join(folder, uuid.uuid4().hex)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._temporary, flags, 0o666)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def write_part(self, number: int, offset: int, data: bytes | bytearray, crc32c: int) -> None:
+        """Write one part."""
+        view = memoryview(data)
+        try:
+            while view:
+                count = self._pwrite(self._descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise self._explained(error) from error
+
+    def complete(self) -> None:
+        """Make the object visible and durable."""
+        if self._is_open:
+            try:
+                os.fsync(self._descriptor)
+            except OSError as error:
+                raise self._explained(error) from error
+            self._close()
+        make_folders(os.path.dirname(self._path))
+        # A second call, after a first one that got this far, finds the work done.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self._temporary, self._path)
+        sync_folder(os.path.dirname(self._path))
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+        self._close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._descriptor)
+
+    def _explained(self, error: OSError) -> OSError:
+        if not is_full(error):
+            return error
+        status = os.statvfs(self._root)
+        free_bytes = status.f_bavail * status.f_frsize
+        return StorageError(
+            f"cannot write {self._path}: no space left: it needs {self._size_bytes} bytes, "
+            f"{free_bytes} are free; free some space, the next save tries again",
+            key=os.path.relpath(self._path, self._root),
+            operation="write",
+            needed_bytes=self._size_bytes,
+            free_bytes=free_bytes,
+        )
+
+
+def make_folders(path: str) -> None:
+    """Create a folder and its parents; each new name is durable on return."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _scan(path: str, *, partial: bool = False) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return [entry for entry in entries if partial or entry.name != PARTIAL_FOLDER]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _walk(path: str) -> Iterator[tuple[str, int]]:
+    """Yield every file below, as (name relative to ``path``, size)."""
+    for entry in _scan(path):
+        if entry.is_dir():
+            yield from ((f"{entry.name}/{name}", size) for name, size in _walk(entry.path))
+        else:
+            yield from ((entry.name, size) for size in _size(entry))
+
+
+def _size(entry: os.DirEntry[str]) -> Iterator[int]:
+    """Yield the size, or nothing when the file has just been deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        yield entry.stat().st_size
+
+
+def _parents(key: str) -> Iterator[str]:
+    while "/" in key:
+        key = key.rpartition("/")[0]
+        yield key

@@ -1,0 +1,199 @@
+"""A run's records in its store: claims, generations, manifests, layouts.
+
+`core.layout` says which keys and bytes there are; this file reads and writes
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raycheck.core import layout, lineage
+from raycheck.core.layout import Entry, Manifest
+from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
+from raycheck.core.sums import ChunkSums
+from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from raycheck.store.objects import Store
+
+logger = logging.getLogger("raycheck")
+
+_ROW_COLUMNS = ("name", "dtype", "global_shape", "offset", "shape", "owner", "rank", "begin", "num_bytes")
+_LAYOUT_SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("dtype", pa.string()),
+        ("global_shape", pa.list_(pa.int64())),
+        ("offset", pa.list_(pa.int64())),
+        ("shape", pa.list_(pa.int64())),
+        ("owner", pa.int32()),
+        ("rank", pa.int32()),
+        ("begin", pa.int64()),
+        ("num_bytes", pa.int64()),
+    ]
+)
+
+
+class RunStore:
+    """The records of one run. Every call blocks for storage; all raise `StorageError`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def claims(self) -> list[GenerationId]:
+        """Return all claims, freshly listed."""
+        names = self.store.list_children(layout.GENERATIONS)
+        return sorted(filter(None, map(layout.parse_claim_name, names)))
+
+    def claim(self, facts: dict[str, Any]) -> GenerationId:
+        """Write a claim with the next number and return it.
+
+        Two that claim at once may get one number; their ids order them.
+
+        Args:
+            facts: For people: when and where this start happened.
+        """
+        generation = GenerationId(lineage.next_number(self.claims()), secrets.token_hex(4))
+        self.store.put(layout.claim_key(generation), json.dumps(facts, indent=1).encode())
+        return generation
+
+    def records(self) -> list[GenerationRecord]:
+        """Return all readable generation records, freshly listed."""
+        found = []
+        for name in self.store.list_children(layout.GENERATIONS):
+            if layout.parse_record_name(name) is None:
+                continue
+            key = f"{layout.GENERATIONS}/{name}"
+            try:
+                found.append(GenerationRecord.from_dict(json.loads(self.store.get(key))))
+            except ValueError as error:
+                logger.warning("%s is damaged and left out: %s", key, error)
+        return found
+
+    def write_record(self, record: GenerationRecord) -> None:
+        """Write a generation's record: from now on it may commit, and it is the tip."""
+        self.store.put(layout.record_key(record.generation), json.dumps(record.to_dict(), indent=1).encode())
+
+    def attempts(self) -> list[CheckpointRef]:
+        """Return everything below ``checkpoints/``, committed or not, freshly listed."""
+        names = self.store.list_children(layout.CHECKPOINTS)
+        return sorted(filter(None, map(layout.parse_checkpoint_name, names)))
+
+    def is_committed(self, ref: CheckpointRef) -> bool:
+        """Whether the manifest exists."""
+        try:
+            self.store.size_bytes(layout.manifest_key(ref))
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def read_manifest(self, ref: CheckpointRef) -> Manifest:
+        """Return the manifest of a checkpoint.
+
+        Raises:
+            CorruptCheckpointError: If it is missing or damaged.
+        """
+        key = layout.manifest_key(ref)
+        try:
+            data = self.store.get(key)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"step {ref.step} is incomplete: {key} does not exist", step=ref.step, key=key
+            ) from error
+        return layout.decode_manifest(data, ref)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Commit. A lost reply is not a failure: what is stored decides.
+
+        Raises:
+            StorageError: If the manifest is not in the store, as far as can be seen.
+        """
+        key = layout.manifest_key(manifest.ref)
+        try:
+            self.store.put(key, layout.encode_manifest(manifest))
+        except StorageError:
+            try:
+                stored = self.read_manifest(manifest.ref)
+            except (StorageError, CorruptCheckpointError):
+                stored = None
+            if stored is None or stored.write_id != manifest.write_id:
+                raise
+
+    def read_layout(self, manifest: Manifest) -> list[Entry]:
+        """Return the entries of a checkpoint's layout.
+
+        Raises:
+            CorruptCheckpointError: If it is missing or damaged.
+        """
+        key = layout.layout_key(manifest.layout_digest)
+        step = manifest.ref.step
+        try:
+            table = pq.read_table(io.BytesIO(self.store.get(key)))
+            entries = [Entry.from_row([row[c] for c in _ROW_COLUMNS]) for row in table.to_pylist()]
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"step {step} is incomplete: {key} does not exist", step=step, key=key
+            ) from error
+        except (pa.ArrowException, KeyError, TypeError, OSError) as error:
+            if isinstance(error, StorageError):
+                raise
+            raise CorruptCheckpointError(f"step {step}: {key} is damaged", step=step, key=key) from error
+        if layout_digest(entries) != manifest.layout_digest:
+            raise CorruptCheckpointError(f"step {step}: {key} is not what was written", step=step, key=key)
+        layout.check_entries(entries, manifest)
+        return entries
+
+    def write_layout(self, entries: Sequence[Entry]) -> str:
+        """Write a layout and return its digest."""
+        rows = [dict(zip(_ROW_COLUMNS, entry.to_row(), strict=True)) for entry in entries]
+        sink = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema=_LAYOUT_SCHEMA), sink, compression="zstd")
+        digest = layout_digest(entries)
+        self.store.put(layout.layout_key(digest), sink.getvalue())
+        return digest
+
+    def read_sums(self, manifest: Manifest, rank: int) -> ChunkSums:
+        """Return the checksums of a shard.
+
+        Raises:
+            CorruptCheckpointError: If they are missing or are not those that were committed.
+        """
+        shard = manifest.shards[rank]
+        key = f"{layout.checkpoint_prefix(manifest.ref)}/{layout.sums_name(shard.name)}"
+        try:
+            sums = ChunkSums.decode(self.store.get(key))
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"step {manifest.ref.step} is incomplete: {key} does not exist",
+                step=manifest.ref.step,
+                key=key,
+            ) from error
+        if sums.size_bytes != shard.num_bytes or sums.digest() != shard.digest:
+            raise CorruptCheckpointError(
+                f"step {manifest.ref.step}: {key} is not what was committed", step=manifest.ref.step, key=key
+            )
+        return sums
+
+    def delete(self, ref: CheckpointRef) -> None:
+        """Delete a checkpoint, or what is left of an attempt.
+
+        The manifest goes first, so that a half-deleted checkpoint is none.
+        """
+        prefix = layout.checkpoint_prefix(ref)
+        manifest = layout.manifest_key(ref)
+        self.store.delete([manifest])
+        self.store.delete([info.key for info in self.store.list_keys(prefix) if info.key != manifest])
+
+
+def layout_digest(entries: Iterable[Entry]) -> str:
+    """Return the name of a layout: a digest of its rows."""
+    text = json.dumps([entry.to_row() for entry in entries], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,192 @@
+"""From a file descriptor into the store: read, sum and sent in one pass."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from raycheck.core.sums import ChunkSums
+from raycheck.errors import RaycheckError, StorageError
+from raycheck.store.backend import Backend, PartUpload
+from raycheck.store.checksum import join_sums, sum_chunks
+from raycheck.store.objects import Store
+from raycheck.store.retry import RetryPolicy
+from raycheck.store.spans import Part, plan_parts
+from raycheck.store.transfer import (
+    TokenBucket,
+    TransferCancelledError,
+    pread_fully,
+    run_parallel,
+    sleep_unless,
+)
+
+logger = logging.getLogger(__name__)
+
+_ABORT_RETRY = RetryPolicy(budget_s=5.0)
+
+T = TypeVar("T")
+Send = Callable[[Part, bytes | bytearray, int], None]
+
+
+def upload(
+    store: Store,
+    key: str,
+    source: int,
+    *,
+    source_offset: int = 0,
+    size_bytes: int,
+    chunk_bytes: int,
+    parallel_parts: int,
+    cancelled: threading.Event,
+    bytes_per_s: float | TokenBucket | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ChunkSums:
+    """Write ``size_bytes`` of a file as one object and return its checksums.
+
+    Blocks until the object is durable and its stored size has been looked up.
+    The source is read with ``pread`` in parts, each once unless the store takes
+    streams only and fails. Memory is ``parallel_parts`` times the part size,
+    whatever the object's. If it raises, nothing is left in the store, no
+    unfinished upload either, as far as the store can still be reached.
+
+    Args:
+        store: Where to.
+        key: The object; it should not exist, and readers see it when it is whole.
+        source: A file descriptor; its position is neither used nor moved.
+        source_offset: Where the object begins in the source.
+        size_bytes: Its size, at least 1.
+        chunk_bytes: Each so many bytes get a checksum.
+        parallel_parts: Requests at a time.
+        cancelled: Set it to give up; seen between parts and while waiting.
+        bytes_per_s: A limit for this upload, or a bucket that several share.
+        on_progress: Called with the number of bytes of each part that was sent,
+            from several threads; a stream that starts again counts again.
+
+    Raises:
+        TransferCancelledError: If ``cancelled`` was set.
+        StorageError: If it could not be written, or was stored with another size.
+    """
+    if size_bytes < 1:
+        raise ValueError(f"size_bytes={size_bytes} of {key}: no empty objects")
+    bucket = bytes_per_s if isinstance(bytes_per_s, TokenBucket | None) else TokenBucket(bytes_per_s)
+    is_stream = not store.backend.parts_are_independent
+    job = _Upload(
+        store, key, source, source_offset, size_bytes, chunk_bytes, cancelled, bucket, on_progress, is_stream
+    )
+    if is_stream:
+        # A stream cannot take a part again: the whole object is one attempt.
+        sums = store.run("write", key, lambda _: job.run(1), sleep=job.sleep)
+    else:
+        sums = job.run(parallel_parts)
+    job.check_size()
+    return sums
+
+
+class _Upload:
+    """One object on its way."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        source: int,
+        source_offset: int,
+        size_bytes: int,
+        chunk_bytes: int,
+        cancelled: threading.Event,
+        bucket: TokenBucket | None,
+        on_progress: Callable[[int], None] | None,
+        is_stream: bool,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._source = source
+        self._source_offset = source_offset
+        self._size_bytes = size_bytes
+        self._chunk_bytes = chunk_bytes
+        self._bucket = bucket
+        self._on_progress = on_progress or (lambda num_bytes: None)
+        self._is_stream = is_stream
+        self.sleep = sleep_unless(cancelled, key)
+        self._sums: dict[int, list[int]] = {}
+
+    def run(self, parallel_parts: int) -> ChunkSums:
+        limits = self._store.backend.limits
+        parts = plan_parts(self._size_bytes, chunk_bytes=self._chunk_bytes, limits=limits)
+        if len(parts) == 1:
+            self._send_all(parts, 1, self._put)
+        else:
+            self._send_parts(parts, min(parallel_parts, len(parts)))
+        sums = tuple(value for part in parts for value in self._sums[part.number])
+        return ChunkSums(self._chunk_bytes, self._size_bytes, sums)
+
+    def check_size(self) -> None:
+        stored_bytes = self._store.run(
+            "look up", self._key, lambda backend: backend.size_bytes(self._key), sleep=self.sleep
+        )
+        if stored_bytes != self._size_bytes:
+            self._store.delete([self._key])
+            raise StorageError(
+                f"{self._store.url}/{self._key} was stored with {stored_bytes} bytes "
+                f"where {self._size_bytes} were sent; it has been deleted",
+                key=self._key,
+                operation="write",
+                stored_bytes=stored_bytes,
+                size_bytes=self._size_bytes,
+            )
+
+    def _call(self, operation: str, attempt: Callable[[Backend], T]) -> T:
+        """Return ``attempt``'s result, with retries unless the whole stream will be retried."""
+        if self._is_stream:
+            return attempt(self._store.backend)
+        return self._store.run(operation, self._key, attempt, sleep=self.sleep)
+
+    def _put(self, part: Part, data: bytes | bytearray, crc32c: int) -> None:
+        self._call("write", lambda backend: backend.put(self._key, data, crc32c))
+
+    def _send_parts(self, parts: list[Part], num_threads: int) -> None:
+        under_way: PartUpload = self._call(
+            "begin writing", lambda backend: backend.begin_upload(self._key, self._size_bytes)
+        )
+
+        def send(part: Part, data: bytes | bytearray, crc32c: int) -> None:
+            self._call("write", lambda _: under_way.write_part(part.number, part.offset, data, crc32c))
+
+        try:
+            self._send_all(parts, num_threads, send)
+            self._call("finish writing", lambda _: under_way.complete())
+        except BaseException:
+            self._abort(under_way)
+            raise
+
+    def _send_all(self, parts: list[Part], num_threads: int, send: Send) -> None:
+        def work(part: Part, buffer: bytearray) -> None:
+            view = memoryview(buffer)[: part.length]
+            pread_fully(self._source, view, self._source_offset + part.offset)
+            sums = sum_chunks(view, self._chunk_bytes)
+            crc32c = join_sums(sums, chunk_bytes=self._chunk_bytes, size_bytes=part.length)
+            if self._bucket:
+                self._bucket.acquire(part.length, self.sleep)
+            # HTTP clients want a whole bytearray; only the last part is copied for that.
+            send(part, buffer if part.length == len(buffer) else bytes(view), crc32c)
+            self._sums[part.number] = sums
+            self._on_progress(part.length)
+
+        run_parallel(
+            parts,
+            work,
+            num_threads=num_threads,
+            buffer_bytes=parts[0].length,
+            check=lambda: self.sleep(0),
+        )
+
+    def _abort(self, under_way: PartUpload) -> None:
+        try:
+            self._store.run("abort writing", self._key, lambda _: under_way.abort(), retry=_ABORT_RETRY)
+        except RaycheckError as error:
+            logger.warning("%s; the sweep for left-over uploads will remove it", error)
+
+
+__all__ = ["TokenBucket", "TransferCancelledError", "upload"]

@@ -1,0 +1,107 @@
+"""Train functions for the harness: deterministic, and they stop where a test wants them to."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import raycheck
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a digest of all parameters and buffers."""
+    sha = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def wait_for(path: str) -> None:
+    """Block until a file exists."""
+    end_s = time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < end_s, f"nobody made {path}"
+        time.sleep(0.005)
+
+
+def all_agree(flag: bool, world_size: int) -> bool:
+    """Return rank 0's flag on every rank."""
+    value = torch.tensor(float(flag))
+    if world_size > 1:
+        dist.broadcast(value, 0)
+    return bool(value)
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a small model; return what it saw.
+
+    Config: ``steps``; ``step_s`` to slow steps down; ``pause_at`` and
+    ``pause_file``: say so in ``pause_file + ".reached"`` before that step's
+    update and wait for the file; ``width`` of the model; ``diverge``: ranks do
+    not share gradients; ``save_at``: steps after which all ranks call
+    save(block=True); ``save_rank0_at``: the same on rank 0 alone;
+    ``stop_file``: end with the step after this file exists.
+    """
+    rank, world_size = config["rank"], config["world_size"]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, config.get("width", 32)),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(config.get("width", 32), 1),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
+    if config.get("diverge"):
+        torch.manual_seed(rank + 1)
+    ckpt = raycheck.attach(model=model, optimizer=optimizer, scheduler=scheduler, seen=0)
+    first = ckpt.current_step
+    losses, blocked = [], None
+    for step in range(first, config["steps"]):
+        features = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+        loss = model(features).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if world_size > 1 and not config.get("diverge"):
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        if step == config.get("pause_at"):
+            Path(config["pause_file"] + f".reached{rank}").touch()
+            wait_for(config["pause_file"])
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+        ckpt.values["seen"] += 1
+        time.sleep(config.get("step_s", 0.005))
+        ckpt.step({"loss": loss})
+        if step + 1 in config.get("save_at", ()):
+            blocked = ckpt.save(block=True)
+        if step + 1 == config.get("save_rank0_at") and rank == 0:
+            blocked = ckpt.save(block=True)
+        if "stop_file" in config and all_agree(os.path.exists(config["stop_file"]), world_size):
+            break
+    return {
+        "first": first,
+        "seen": ckpt.values["seen"],
+        "losses": losses,
+        "digest": digest(model),
+        "lr": scheduler.get_last_lr()[0],
+        "restored": ckpt.restored.step if ckpt.restored else None,
+        "blocked": blocked,
+    }
+
+
+def end_in_error(config: dict[str, Any]) -> None:
+    """Attach and raise."""
+    raycheck.attach(model=torch.nn.Linear(2, 2))
+    raise ValueError("the user's own")
+
+
+def attach_unsavable(config: dict[str, Any]) -> None:
+    """Attach something that cannot be saved."""
+    raycheck.attach(model=torch.nn.Linear(2, 2), mine={"a": [{"b": lambda: 0}]})
