@@ -52,49 +52,68 @@ class DiscardServer:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client: a head is parsed, a body is counted and dropped."""
+    """One client: heads and the sizes of chunks are read, bodies are counted and dropped."""
 
     def __init__(self, server: DiscardServer) -> None:
         self.server = server
         self.buffer = bytearray(READ_BYTES)
-        self.head = b""
-        self.body = b""
-        self.left: int | None = None
+        self.text = b""
+        self.left = 0  # bytes to drop before there is text again
         self.request: tuple[str, str, dict[str, str]] | None = None
 
     def connection_made(self, transport) -> None:
         self.transport = transport
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self.buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        # asyncio's TLS slices it; a slice of the bytearray itself would be a copy.
+        return memoryview(self.buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
         data = memoryview(self.buffer)[:nbytes]
         while data.nbytes:
+            if self.left:
+                taken = min(self.left, data.nbytes)
+                self.left -= taken
+                data = data[taken:]
+                if self.left == 0 and not self._is_chunked():
+                    self._finish()
+                continue
+            # A head ends with an empty line, the size of a chunk with its own.
+            end = b"\r\n" if self.request else b"\r\n\r\n"
+            self.text += bytes(data)
+            text, found, rest = self.text.partition(end)
+            if not found:
+                return
+            self.text, data = b"", memoryview(rest)
             if self.request is None:
-                self.head += bytes(data)
-                head, found, rest = self.head.partition(b"\r\n\r\n")
-                if not found:
-                    return
-                self.head = b""
-                self._begin(head.decode("latin-1"))
-                data = memoryview(rest)
-            taken = min(self.left, data.nbytes)
-            self.left -= taken
-            data = data[taken:]
-            if self.left == 0:
+                self._begin(text.decode("latin-1"))
+            elif self._next_chunk(text):
                 self._finish()
-        if self.request is not None and self.left == 0:
-            self._finish()
 
     def _begin(self, head: str) -> None:
         first, *lines = head.split("\r\n")
         method, target, _ = first.split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self.left = int(headers.get("content-length", "0"))
         self.request = (method, target, headers)
+        self.in_trailer = False
         if headers.get("expect", "").lower() == "100-continue":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not self._is_chunked():
+            self.left = int(headers.get("content-length", "0"))
+            if self.left == 0:
+                self._finish()
+
+    def _is_chunked(self) -> bool:
+        return "chunked" in self.request[2].get("transfer-encoding", "")
+
+    def _next_chunk(self, line: bytes) -> bool:
+        """Take a line between chunks; return whether the body has ended."""
+        if self.in_trailer:
+            return not line
+        size = int(line.split(b";")[0], 16)
+        self.in_trailer = size == 0
+        self.left = size + 2 if size else 0
+        return False
 
     def _finish(self) -> None:
         method, target, headers = self.request

@@ -311,6 +311,15 @@ class CommitProtocol:
         plan_id = getattr(event, "plan_id", 0)
         if plan_id >= self._next_plan_id:
             raise ProtocolError(f"{event}: no plan beyond {self._next_plan_id - 1} was published")
+        attempt = self._attempt
+        is_present = attempt is not None and attempt.plan.id == plan_id
+        if (
+            isinstance(event, CommitEnded)
+            and attempt is not None
+            and is_present
+            and not attempt.is_committing
+        ):
+            raise ProtocolError(f"{event}: no commit was asked for")
 
     def _take(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -341,7 +350,7 @@ class CommitProtocol:
         match event:
             case Staged():
                 attempt.staged[event.rank] = event
-                attempt.reached_s = attempt.reached_s if attempt.reached_s is not None else now_s
+                self._see_step(attempt.plan.step, now_s)
                 return self._compare_replicas(attempt)
             case Durable():
                 attempt.durable[event.shard.rank] = event
@@ -366,13 +375,16 @@ class CommitProtocol:
         return steps.pop() if len(self._waiting) == self.world_size and len(steps) == 1 else None
 
     def _progress(self, event: Progress, now_s: float) -> None:
-        if event.step >= self._furthest_step:
-            self._furthest_step = event.step
-            self._furthest_seen_s = now_s
         if event.step_s is not None:
             self._step_s = event.step_s
+        self._see_step(event.step, now_s)
+
+    def _see_step(self, step: int, now_s: float) -> None:
+        if step >= self._furthest_step:
+            self._furthest_step = step
+            self._furthest_seen_s = now_s
         attempt = self._attempt
-        if attempt and attempt.reached_s is None and event.step >= attempt.plan.step:
+        if attempt and attempt.reached_s is None and step >= attempt.plan.step:
             attempt.reached_s = now_s
 
     def _lost(self, rank: int) -> list[Action]:
@@ -474,8 +486,10 @@ class CommitProtocol:
 
     def _supersede(self, attempt: _Attempt, now_s: float) -> list[Action]:
         """Bring a plan forward that is still far off when the user asks for a checkpoint now."""
+        if not self._is_asked or attempt.reached_s is not None or self._furthest_seen_s is None:
+            return []
         step = self._step_ahead(now_s)
-        if not self._is_asked or attempt.reached_s is not None or step >= attempt.plan.step:
+        if step >= attempt.plan.step:
             return []
         return [*self._end("superseded", "a checkpoint was asked for earlier"), *self._publish(step, now_s)]
 

@@ -38,6 +38,7 @@ class EventLog:
         self._store = store
         self._writer = secrets.token_hex(4)
         self._num_flushes = 0
+        self._flushed_s = time.monotonic()
         self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
@@ -49,10 +50,16 @@ class EventLog:
         with self._lock:
             self._rows.append(row)
 
+    def flush_if_older_than(self, seconds: float) -> None:
+        """Write what has been collected, unless the last flush is younger. Blocks for storage."""
+        if time.monotonic() - self._flushed_s >= seconds:
+            self.flush()
+
     def flush(self) -> None:
         """Write what has been collected. Blocks for storage."""
         with self._lock:
             rows, self._rows = self._rows, []
+            self._flushed_s = time.monotonic()
         if self._store is None or not rows:
             return
         sink = io.BytesIO()

@@ -39,6 +39,9 @@ _TICK_S = 0.2
 _LATENCY_S = 0.3
 """How long a plan may take to be seen: pulse of the agents and two messages, with room."""
 
+_TELEMETRY_EVERY_S = 10.0
+"""How much telemetry a killed coordinator may lose, seconds."""
+
 _STAGED_WAIT_S = 30.0
 """How long a new generation waits for the commit of what the one before has fully staged."""
 
@@ -84,6 +87,7 @@ class Coordinator:
         self._settings = settings
         self._send = send
         self._clock = clock
+        self._id = secrets.token_hex(4)
         self._nodes: set[str] = set()
         self._generation: _Generation | None = None
         self._has_begun = False
@@ -165,6 +169,7 @@ class Coordinator:
             "plan": list(plan) if plan else None,
             "failures_in_a_row": commits.failures_in_a_row if commits else 0,
             **self._tuner.status(),
+            "coordinator": self._id,
         }
 
     def close(self) -> None:
@@ -173,7 +178,7 @@ class Coordinator:
         self._thread.join()
         self._storage.shutdown()
         self._deletion.shutdown()
-        self._events.record("closed", self._generation_text(), **self._tuner.status())
+        self._events.record("closed", self._generation_text(), coordinator=self._id, **self._tuner.status())
         self._events.flush()
 
     # Starting.
@@ -455,8 +460,14 @@ class Coordinator:
             100 * self._tuner.overhead,
         )
         self._events.record(
-            "checkpoint", str(generation.id), num_bytes=end.num_bytes, **facts, **self._tuner.status()
+            "checkpoint",
+            str(generation.id),
+            coordinator=self._id,
+            num_bytes=end.num_bytes,
+            **facts,
+            **self._tuner.status(),
         )
+        self._deletion.submit(self._events.flush_if_older_than, _TELEMETRY_EVERY_S)
         self._committed.append(CheckpointRef(end.plan.step, generation.id, end.plan.id))
         self._deletion.submit(self._rotate, to_delete(self._committed, keep_last=self._settings.keep_last))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,7 +81,12 @@ class Tuner:
         """Time between snapshot starts, seconds; None while no step is known."""
         if self.decision is not None:
             return self.decision.period_s
-        return first_checkpoint_after_s(self._last_step_s) if self._last_step_s is not None else None
+        if self._last_step_s is None:
+            return None
+        ceilings = (self._limits.recovery_point_s, self._limits.max_interval_s)
+        return min(
+            first_checkpoint_after_s(self._last_step_s), *(c for c in ceilings if c is not None), math.inf
+        )
 
     @property
     def overhead(self) -> float:
@@ -96,7 +102,10 @@ class Tuner:
     def status(self) -> dict[str, Any]:
         """Return what is known, as plain values."""
         decision = self.decision
+        measured = self._meter.measured()
         return {
+            "cost_s": measured.stall_s + measured.slowdown_s,
+            "inside_steps_s": measured.inside_steps_s,
             "num_checkpoints": self._num_checkpoints,
             "overhead": self.overhead,
             "max_overhead": self._limits.max_overhead,

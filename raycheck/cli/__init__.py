@@ -1,0 +1,25 @@
+"""The ``raycheck`` command."""
+
+from __future__ import annotations
+
+import typer
+
+from raycheck.cli.demo import demo
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="raycheck: the Ray Train option that makes a job checkpoint itself.",
+)
+app.command()(demo)
+
+
+@app.callback()
+def _options() -> None:
+    """Keep subcommand names even while there is one only."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
