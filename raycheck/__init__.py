@@ -1,11 +1,31 @@
 """raycheck: the Ray Train option that makes a job checkpoint itself."""
 
-from raycheck.config import Settings
-from raycheck.data.loader import DataLoader
-from raycheck.data.sampler import ElasticBatchSampler, ElasticSampler
-from raycheck.errors import RaycheckError
-from raycheck.runtime.callback import AutoCheckpoint
-from raycheck.runtime.worker import Checkpointer, Restored, attach
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycheck.config import Settings
+    from raycheck.data.loader import DataLoader
+    from raycheck.data.sampler import ElasticBatchSampler, ElasticSampler
+    from raycheck.errors import RaycheckError
+    from raycheck.runtime.callback import AutoCheckpoint
+    from raycheck.runtime.worker import Checkpointer, Restored, attach
+
+# Imported when they are first used: an agent's process needs no torch, the
+# command line no Ray.
+_HOMES = {
+    "AutoCheckpoint": "raycheck.runtime.callback",
+    "Checkpointer": "raycheck.runtime.worker",
+    "DataLoader": "raycheck.data.loader",
+    "ElasticBatchSampler": "raycheck.data.sampler",
+    "ElasticSampler": "raycheck.data.sampler",
+    "RaycheckError": "raycheck.errors",
+    "Restored": "raycheck.runtime.worker",
+    "Settings": "raycheck.config",
+    "attach": "raycheck.runtime.worker",
+}
 
 __all__ = [
     "AutoCheckpoint",
@@ -18,3 +38,9 @@ __all__ = [
     "Settings",
     "attach",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raycheck' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

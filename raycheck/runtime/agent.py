@@ -248,9 +248,14 @@ class Agent:
         return worker
 
     def _introduce(self, worker: _Worker) -> None:
-        self._tell(
-            worker, messages.RankHere(worker.rank, worker.world_size, highest_plan_id=worker.page.plan.id)
+        here = messages.RankHere(
+            worker.rank,
+            worker.world_size,
+            step=worker.page.step,
+            highest_plan_id=worker.page.plan.id,
+            uploading_plan_id=worker.upload.plan.id if worker.upload else 0,
         )
+        self._tell(worker, here)
         if worker.table is not None:
             self._tell(worker, worker.table)
         if worker.has_joined:

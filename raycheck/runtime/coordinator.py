@@ -294,8 +294,7 @@ class Coordinator:
     def _take_one(self, generation: _Generation, message: messages.Message) -> None:
         match message:
             case messages.RankHere():
-                if generation.commits is not None:
-                    generation.commits.skip_plans_to(message.highest_plan_id)
+                self._rank_here(generation, message)
             case messages.RestoreAsked(rank):
                 self._carry_out_vote(generation, generation.vote.ask(rank))
             case messages.RestoreReported(rank, ref, error, is_mismatch):
@@ -314,6 +313,17 @@ class Coordinator:
                 generation.joined_early.add(rank)
             case _:
                 self._feed(message)
+
+    def _rank_here(self, generation: _Generation, here: messages.RankHere) -> None:
+        commits = generation.commits
+        if commits is None:
+            return
+        plan = commits.plan
+        if plan is None:
+            commits.skip_plans_to(here.highest_plan_id)
+        elif here.uploading_plan_id != plan.id and here.step >= plan.step:
+            # It had, or should have had, a snapshot, and nobody holds it any more.
+            self._feed(protocol.Failed(here.rank, plan.id, "the agent of its node has restarted"))
 
     def _feed(self, event: protocol.Event) -> None:
         generation = self._generation

@@ -17,7 +17,10 @@ class RankHere:
 
     rank: int
     world_size: int
+    step: int
     highest_plan_id: int
+    uploading_plan_id: int
+    """The plan whose shard of this rank the agent holds; 0 if none: one before it took its own to the grave."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -154,11 +154,15 @@ class LocalUpload:
             except OSError as error:
                 raise self._explained(error) from error
             self._close()
-        make_folders(os.path.dirname(self._path))
+        _retry_missing(self._publish)
+
+    def _publish(self) -> None:
+        folder = os.path.dirname(self._path)
+        make_folders(folder)
         # A second call, after a first one that got this far, finds the work done.
-        with contextlib.suppress(FileNotFoundError):
+        if os.path.exists(self._temporary):
             os.replace(self._temporary, self._path)
-        sync_folder(os.path.dirname(self._path))
+        sync_folder(folder)
 
     def abort(self) -> None:
         """Leave nothing behind."""
@@ -185,6 +189,14 @@ class LocalUpload:
             needed_bytes=self._size_bytes,
             free_bytes=free_bytes,
         )
+
+
+def _retry_missing(action: Callable[[], None]) -> None:
+    """Run ``action`` again if a folder vanished under it: a delete elsewhere removes folders it empties."""
+    for _ in range(20):
+        with contextlib.suppress(FileNotFoundError):
+            return action()
+    return action()
 
 
 def make_folders(path: str) -> None:

@@ -30,6 +30,8 @@ from raycheck.store.location import Location
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 15
 _DELETE_BATCH = 1000
+# ``readinto`` allocates what it is asked for: small pieces keep memory at one buffer.
+_READ_PIECE_BYTES = 256 << 10
 _ASYNC_ONLY = ("connector_args", "http_session_cls", "warm_up_loader_caches")
 
 
@@ -93,7 +95,7 @@ class S3Backend:
                 raise OSError(f"the server ignored the range {span} of {key}")
             filled = 0
             while filled < len(buffer):
-                count = body.readinto(buffer[filled:])
+                count = body.readinto(buffer[filled : filled + _READ_PIECE_BYTES])
                 if count == 0:
                     break
                 filled += count

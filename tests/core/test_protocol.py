@@ -160,7 +160,7 @@ def test_lasting_failures_stop_training_when_the_user_wants_it():
     assert kinds(run(p.Failed(0, plan.id, "no space"))) == ["EndAttempt"]
     run.now_s = 20.0
     (publish,) = run(p.Progress(300, 0.1))
-    end, halt = run(p.Failed(0, publish.plan.id, "no space"))
+    _, halt = run(p.Failed(0, publish.plan.id, "no space"))
     assert isinstance(halt, p.Halt)
     assert "2 saves in a row failed" in halt.reason
     assert "no space" in halt.reason
@@ -184,7 +184,7 @@ def test_a_fenced_commit_halts():
     run = Driver()
     plan = run.published()
     run.stage(plan), run.persist(plan)
-    end, halt = run(p.CommitEnded(plan.id, "newer", is_fenced=True))
+    _, halt = run(p.CommitEnded(plan.id, "newer", is_fenced=True))
     assert end.reason == "fenced"
     assert halt.is_fenced
     assert run.machine.committed_step is None
@@ -197,7 +197,7 @@ def test_a_fixed_interval_plans_its_multiples():
     plan = run.published()
     assert plan.step == 120
     run.stage(plan), run.persist(plan)
-    end, publish = run(p.CommitEnded(plan.id))
+    _, publish = run(p.CommitEnded(plan.id))
     assert publish.plan.step == 160
 
 

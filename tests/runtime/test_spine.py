@@ -335,3 +335,16 @@ def test_a_record_of_each_start_is_in_the_store(make_cluster):
         cluster.run_store.store.get(f"generations/000001-{records[0].generation.id}.claim.json")
     )
     assert claim["world_size"] == 1
+
+
+def test_the_same_on_a_real_s3_server(make_cluster, tmp_path, straight, s3_url):
+    """Kill everything in mid-step; another coordinator and another agent resume from S3."""
+    cluster = make_cluster(s3_url.url, s3_url.options)
+    first = cluster.start(jobs.train, pausing(tmp_path, 33, save_at=[20, 30]), world_size=2)
+    wait_until(reached(tmp_path, [0, 1]), "step 33")
+    first.kill_all()
+    again = make_cluster(s3_url.url, s3_url.options)
+    results = again.start(jobs.train, {"steps": 60}, world_size=2).results()
+    assert [result["restored"] for result in results] == [30, 30]
+    assert [result["digest"] for result in results] == [result["digest"] for result in straight]
+    assert again.committed_steps() == [20, 30, 60]

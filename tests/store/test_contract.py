@@ -218,3 +218,25 @@ def test_left_over_local_files_are_swept(local_place):
     assert store.sweep_uploads(60) == []
     assert len(store.sweep_uploads(0)) == 1
     assert store.sweep_uploads(0) == []
+
+
+def test_local_deletes_and_writes_do_not_collide(local_place):
+    """Folders that one thread empties and removes are made again under another's write."""
+    store = Store(local_place.url)
+    failures = []
+
+    def work(name):
+        try:
+            for number in range(150):
+                store.put(f"shared/deep/{name}/{number}", b"x")
+                store.delete([f"shared/deep/{name}/{number}"])
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert local_place.keys() == []
