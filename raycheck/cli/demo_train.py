@@ -77,9 +77,11 @@ class Block(torch.nn.Module):
         """Map (batch, time, width) to the same shape."""
         batch, length, width = x.shape
         parts = self.attend(self.norm1(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed(self.norm2(x))
+        out: torch.Tensor = x + self.feed(self.norm2(x))
+        return out
 
 
 class GPT(torch.nn.Module):

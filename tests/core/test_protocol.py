@@ -184,7 +184,7 @@ def test_a_fenced_commit_halts():
     run = Driver()
     plan = run.published()
     run.stage(plan), run.persist(plan)
-    _, halt = run(p.CommitEnded(plan.id, "newer", is_fenced=True))
+    end, halt = run(p.CommitEnded(plan.id, "newer", is_fenced=True))
     assert end.reason == "fenced"
     assert halt.is_fenced
     assert run.machine.committed_step is None
