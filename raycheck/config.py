@@ -48,7 +48,7 @@ class Settings:
     """How many checkpoints of this run to keep, at least 1."""
 
     register_every_s: float = 600.0
-    """How often, in seconds, one checkpoint is also registered with Ray Train."""
+    """How often, in seconds, one checkpoint is also registered with Ray Train. Has no effect yet."""
 
     on_failure: int | Literal["warn"] = "warn"
     """How many failed saves in a row are tolerated before training stops. "warn": any number."""
@@ -60,7 +60,7 @@ class Settings:
     """Options of the fsspec file system, such as ``{"endpoint_url": ...}``."""
 
     max_in_flight: int = 1
-    """Snapshots that may wait for their upload at a time, 1 or 2. Each takes memory of its own."""
+    """Snapshots that may wait for their upload at a time. Only 1 so far: a second arena is to come."""
 
     overlap: bool = True
     """Copy what only the optimizer changes while the next forward and backward run."""
@@ -93,7 +93,7 @@ class Settings:
         for name, low, high in (
             ("interval_steps", 1, None),
             ("keep_last", 1, None),
-            ("max_in_flight", 1, 2),
+            ("max_in_flight", 1, 1),
             ("upload_parallel_parts", 1, 64),
             ("node_memory_bytes", 1, None),
         ):

@@ -173,9 +173,10 @@ class _Demo:
         """Run all of it; return whether every check passed."""
         print_ = self._console.print
         print_(
-            f"a GPT on the source of Python's standard library, {NUM_WORKERS} CPU workers, {self._num_steps} steps"
+            f"a small GPT on the source of Python's standard library: {NUM_WORKERS} workers, {self._num_steps} steps"
         )
-        print_(f"checkpoints: {self._storage}   logs: {self._run_folder}")
+        print_(f"checkpoints go to {self._storage}", soft_wrap=True)
+        print_(f"logs are in {self._run_folder}", soft_wrap=True)
         self._start_head()
         with self._progress() as progress:
             reference = self._undisturbed(progress)
@@ -333,26 +334,22 @@ class _Demo:
             _check_losses(reference, records, self._num_steps),
             _check_samples(records, self._num_samples),
         ]
-        store = Store(join_url(self._storage, f"{self._name}/{ROOT}"))
-        events = read_events(store)
+        events = read_events(Store(join_url(self._storage, f"{self._name}/{ROOT}")))
         print_ = self._console.print
         print_("")
         for failure in failures:
-            ray_s = failure.started_unix_s - failure.killed_unix_s
-            rest_s = failure.total_s - ray_s - failure.raycheck_s
-            print_(
-                f"SIGKILL to {failure.what}: {failure.lost_steps} steps lost; {failure.total_s:.1f} s to the first new "
-                f"step: {ray_s:.1f} s to restart processes, {failure.raycheck_s:.2f} s to restore, "
-                f"{rest_s:.1f} s to build the model and train"
-            )
+            print_(f"SIGKILL to {failure.what}: {failure.lost_steps} steps taken again")
+            print_(f"  {failure.total_s:4.1f} s from the kill to the end of the first new step, of which")
+            for seconds, what in _restart_times(failure, events):
+                print_(f"  {seconds:4.1f} s {what}")
         checkpoints = [event for event in events if event["kind"] == "checkpoint"]
         stalls_ms = sorted(1e3 * event["facts"]["stall_s"] for event in checkpoints)
         print_(
-            f"{len(checkpoints)} checkpoints, stall per checkpoint {stalls_ms[len(stalls_ms) // 2]:.1f} ms (median)"
+            f"{len(checkpoints)} checkpoints, each stalled training for {stalls_ms[len(stalls_ms) // 2]:.1f} ms (median)"
         )
         cost_s, inside_s = _measured_cost(events)
         overhead = cost_s / inside_s if inside_s else 0.0
-        print_(f"measured overhead {overhead:.2%} of training time, the bound is {MAX_OVERHEAD:.1%}")
+        print_(f"measured overhead {overhead:.2%} of training time; the bound is {MAX_OVERHEAD:.1%}")
         checks.append((overhead <= MAX_OVERHEAD, "the measured overhead is within the bound"))
         for passed, text in checks:
             print_(("[green]ok[/green]      " if passed else "[red]FAILED[/red]  ") + text)
@@ -382,6 +379,21 @@ def _check_samples(records: Records, num_samples: int) -> tuple[bool, str]:
         if wrong or len(counts) != num_samples:
             return False, f"epoch {epoch}: {len(wrong)} of {num_samples} samples were not used exactly once"
     return True, f"each of {num_samples} samples was used exactly once in each of {NUM_EPOCHS} epochs"
+
+
+def _restart_times(failure: Failure, events: list[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Return where the time from a kill to the first new step went."""
+    begun = [e for e in events if e["kind"] == "begun" and e["unix_s"] > failure.killed_unix_s]
+    ours_s = begun[0]["facts"]["seconds"] if begun else 0.0
+    ray_s = failure.started_unix_s - failure.killed_unix_s - ours_s
+    return [
+        (ray_s, "Ray's own restart: noticing the death, new processes, process group"),
+        (ours_s + failure.raycheck_s, "raycheck: claiming the generation, restoring and verifying"),
+        (
+            failure.total_s - ray_s - ours_s - failure.raycheck_s,
+            "the job's own: building the model, a first step",
+        ),
+    ]
 
 
 def _measured_cost(events: list[dict[str, Any]]) -> tuple[float, float]:

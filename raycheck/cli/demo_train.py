@@ -172,7 +172,7 @@ def main() -> None:
             storage_path=arguments.storage,
             failure_config=FailureConfig(max_failures=3),
             callbacks=[
-                raycheck.AutoCheckpoint(  # raycheck: the option itself
+                raycheck.AutoCheckpoint(  # type: ignore[list-item]  # raycheck: the option itself
                     recovery_point_s=RECOVERY_POINT_S, enabled=not arguments.reference
                 )
             ],

@@ -3,6 +3,7 @@
     <run>/raycheck/
       generations/000003-<id>.claim.json      a worker group has started
       generations/000003-<id>.json            it has restored: parent and chain
+      generations/000003-<id>.end.json        it has come to its normal end
       checkpoints/step-0000001200-g000003-<id>-p000012/
         shard-00000-of-00008.safetensors      an arena as it was
         shard-00000-of-00008.sums             its chunk checksums
@@ -69,6 +70,11 @@ def claim_key(generation: GenerationId) -> str:
 def record_key(generation: GenerationId) -> str:
     """Return the key of a generation's record."""
     return f"{GENERATIONS}/{generation.number:06d}-{generation.id}.json"
+
+
+def end_key(generation: GenerationId) -> str:
+    """Return the key that says that a generation ended normally."""
+    return f"{GENERATIONS}/{generation.number:06d}-{generation.id}.end.json"
 
 
 def parse_claim_name(name: str) -> GenerationId | None:

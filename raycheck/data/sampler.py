@@ -307,7 +307,8 @@ def _items(order: Order, batches: list[range]) -> list[int]:
     if not batches or order.length == 0:
         return []
     positions = np.concatenate([np.arange(b.start, b.stop, b.step, dtype=np.uint64) for b in batches])
-    return items_at(order, positions).tolist()
+    items: list[int] = items_at(order, positions).tolist()
+    return items
 
 
 def items_at(order: Order, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -317,7 +318,7 @@ def items_at(order: Order, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.
     """
     cells = positions % np.uint64(order.length)
     if order.table:
-        return np.array(order.table, np.uint64)[cells]
+        return np.take(np.array(order.table, np.uint64), cells)
     if not order.keys:
         return cells
     cells = _encipher(order, cells)

@@ -24,10 +24,12 @@ from typing import Any
 from raycheck.config import Settings
 from raycheck.core import lineage, protocol
 from raycheck.core import restore as voting
+from raycheck.core.failure_rate import FailureRate
+from raycheck.core.interval import DAY_S
 from raycheck.core.layout import Entry, Manifest
 from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
 from raycheck.core.retention import to_delete
-from raycheck.errors import FencedError, StorageError
+from raycheck.errors import CheckpointError, FencedError, StorageError
 from raycheck.observe.events import EventLog
 from raycheck.runtime import messages
 from raycheck.runtime.tuner import Tuner
@@ -91,6 +93,8 @@ class Coordinator:
         self._nodes: set[str] = set()
         self._generation: _Generation | None = None
         self._has_begun = False
+        self._last_step_seen_s: float | None = None
+        self._restarting_since_s: float | None = None
         self._committed: list[CheckpointRef] = []
         self._tuner = Tuner(settings)
         self._events = EventLog(run_store.store if settings.telemetry else None)
@@ -126,9 +130,17 @@ class Coordinator:
         Raises:
             StorageError: If the claim could not be written.
         """
+        started_s = self._clock()
         self._await_staged()
+        if not self._has_begun:
+            self._tuner.remember(self._recall_failure_rate())
         generation_id = self._run_store.claim(
-            {"claimed_unix_s": time.time(), "world_size": world_size, "host": socket.gethostname()}
+            {
+                "claimed_unix_s": time.time(),
+                "world_size": world_size,
+                "host": socket.gethostname(),
+                "failure_rate": self._tuner.failure_rate.to_dict(),
+            }
         )
         candidates, tip = self._find_candidates()
         vote = voting.RestoreVote(
@@ -141,6 +153,7 @@ class Coordinator:
         done: Future[None] = Future()
         self._inbox.put(lambda: self._enter(generation, nodes, done))
         done.result()
+        self._events.record("begun", str(generation_id), seconds=self._clock() - started_s)
         return generation_id
 
     def receive(self, delivery: messages.Delivery) -> bool:
@@ -199,6 +212,31 @@ class Coordinator:
         self._committed = sorted(usable)
         return lineage.candidates(self._resume, usable), tip
 
+    def _recall_failure_rate(self) -> FailureRate:
+        """Return what earlier jobs of this run have seen of failures, the last one's own end included."""
+        rate = self._tuner.failure_rate
+        claims = self._run_store.claims()
+        if not claims:
+            return rate
+        last = claims[-1]
+        facts, end = self._run_store.claim_facts(last), self._run_store.end_facts(last)
+        try:
+            if end is not None:
+                return FailureRate.from_dict(end["failure_rate"])
+            # It failed, and ran at least until its last checkpoint.
+            seen_s = [
+                self._run_store.read_manifest(ref).created_unix_s
+                for ref in self._run_store.attempts()
+                if ref.generation == last and self._run_store.is_committed(ref)
+            ]
+            ran_s = max(max(seen_s, default=0.0) - facts["claimed_unix_s"], 0.0)
+            return FailureRate.from_dict(facts["failure_rate"]).after(
+                gpu_days=ran_s * facts["world_size"] / DAY_S, failures={"worker": 1}
+            )
+        except (KeyError, TypeError, ValueError, CheckpointError) as error:
+            logger.warning("the failure rate of earlier starts cannot be read and starts anew: %s", error)
+            return rate
+
     def _await_staged(self) -> None:
         deadline_s = self._clock() + _STAGED_WAIT_S
         with self._changed:
@@ -216,6 +254,7 @@ class Coordinator:
             self._tell_all(messages.AttemptEnded(previous.commits.plan, False, "a new generation begins"))
         self._nodes = nodes
         self._generation = generation
+        self._restarting_since_s = self._last_step_seen_s
         self._tuner.begin_generation(generation.world_size, is_restart=previous is not None)
         self._events.record(
             "generation",
@@ -303,7 +342,7 @@ class Coordinator:
                 )
             case messages.StepsMeasured():
                 if message.rank == 0:
-                    self._tuner.observe_steps(message.records)
+                    self._observe_steps(message)
                 self._feed(protocol.Progress(message.step, self._tuner.step_s))
             case messages.TableChanged(rank, rows):
                 generation.tables[rank] = tuple(Entry.from_row(row) for row in rows)
@@ -313,6 +352,16 @@ class Coordinator:
                 generation.joined_early.add(rank)
             case _:
                 self._feed(message)
+
+    def _observe_steps(self, message: messages.StepsMeasured) -> None:
+        if message.records:
+            if self._restarting_since_s is not None:
+                self._tuner.observe_restart(self._clock() - self._restarting_since_s)
+                self._restarting_since_s = None
+            self._last_step_seen_s = self._clock()
+        self._tuner.observe_steps(message.records)
+        if self._tuner.refusal is not None:
+            self._tell_all(messages.HaltTraining(self._tuner.refusal, False))
 
     def _rank_here(self, generation: _Generation, here: messages.RankHere) -> None:
         commits = generation.commits
@@ -408,6 +457,7 @@ class Coordinator:
             case protocol.Finish(detail):
                 if detail:
                     logger.warning("no last checkpoint: %s", detail)
+                self._storage.submit(self._write_end, generation)
                 self._tell_all(messages.FinishTraining(detail))
             case protocol.Halt(reason, is_fenced):
                 logger.error("training stops: %s", reason)
@@ -437,6 +487,16 @@ class Coordinator:
         else:
             ended = protocol.CommitEnded(plan_id)
         self._inbox.put(lambda: self._feed(ended) if self._generation is generation else None)
+
+    def _write_end(self, generation: _Generation) -> None:
+        try:
+            self._run_store.write_end(generation.id, {"failure_rate": self._tuner.failure_rate.to_dict()})
+        except StorageError as error:
+            logger.warning(
+                "the end of %s could not be noted: the next start counts it as failed: %s",
+                generation.id,
+                error,
+            )
 
     def _attempt_ended(self, generation: _Generation, end: protocol.EndAttempt) -> None:
         self._tell_all(messages.AttemptEnded(end.plan, end.is_committed, end.detail))

@@ -10,11 +10,11 @@ from typing import Any
 from raycheck.config import Settings
 from raycheck.core.estimate import CostEstimator, OverheadMeter, first_checkpoint_after_s
 from raycheck.core.failure_rate import FailureRate
-from raycheck.core.interval import Decision, Failures, Limits, choose_interval
+from raycheck.core.interval import DAY_S, Decision, Failures, Limits, choose_interval
+from raycheck.errors import ConfigError
 
 logger = logging.getLogger("raycheck")
 
-_DAY_S = 86_400.0
 _DECIDE_EVERY_S = 1.0
 """Training time between two looks at the decision; costs a millisecond each."""
 
@@ -35,11 +35,27 @@ class Tuner:
         self._estimator = CostEstimator(restart_s=settings.restart_s)
         self._meter = OverheadMeter()
         self._rate = FailureRate(prior_gpu_days_per_failure=settings.gpu_days_per_failure)
+        self.refusal: str | None = None
+        """Why the run must not go on: its limits conflict and ``on_conflict`` is "error"."""
+
         self._world_size = 1
         self._num_checkpoints = 0
         self._undecided_s = 0.0
         self._last_step_s: float | None = None
         self.decision: Decision | None = None
+
+    @property
+    def failure_rate(self) -> FailureRate:
+        """What is believed about the failure rate, for the store to remember."""
+        return self._rate
+
+    def remember(self, rate: FailureRate) -> None:
+        """Go on from what earlier starts of this run have seen."""
+        self._rate = rate.with_prior(self._rate.prior_gpu_days_per_failure)
+
+    def observe_restart(self, seconds: float) -> None:
+        """Take in the time from the last step before a failure to the first one after it."""
+        self._estimator.observe_restart(seconds)
 
     def begin_generation(self, world_size: int, *, is_restart: bool) -> None:
         """Start over with the steps of a new worker group; costs are remembered."""
@@ -60,7 +76,7 @@ class Tuner:
             self._last_step_s = duration_s
         self._undecided_s += trained_s
         if self._undecided_s >= _DECIDE_EVERY_S:
-            self._rate = self._rate.after(gpu_days=self._undecided_s * self._world_size / _DAY_S)
+            self._rate = self._rate.after(gpu_days=self._undecided_s * self._world_size / DAY_S)
             self._undecided_s = 0.0
             self._decide()
 
@@ -123,6 +139,10 @@ class Tuner:
             gpu_days_per_failure=self._rate.gpu_days_per_failure, num_gpus=max(self._world_size, 1)
         )
         before = self.decision
-        self.decision = choose_interval(costs, failures, self._limits, previous=before)
+        try:
+            self.decision = choose_interval(costs, failures, self._limits, previous=before)
+        except ConfigError as error:
+            self.refusal = str(error)
+            return
         if before is None or before.decided_by != self.decision.decided_by:
             logger.info("%s", self.decision.reason)

@@ -65,6 +65,28 @@ class RunStore:
         self.store.put(layout.claim_key(generation), json.dumps(facts, indent=1).encode())
         return generation
 
+    def claim_facts(self, generation: GenerationId) -> dict[str, Any]:
+        """Return what a claim was written with; empty if it is damaged."""
+        return self._facts(layout.claim_key(generation))
+
+    def write_end(self, generation: GenerationId, facts: dict[str, Any]) -> None:
+        """Write that a generation has come to its normal end."""
+        self.store.put(layout.end_key(generation), json.dumps(facts, indent=1).encode())
+
+    def end_facts(self, generation: GenerationId) -> dict[str, Any] | None:
+        """Return what `write_end` wrote; None if the generation has not ended normally."""
+        try:
+            return self._facts(layout.end_key(generation))
+        except ObjectNotFoundError:
+            return None
+
+    def _facts(self, key: str) -> dict[str, Any]:
+        try:
+            facts = json.loads(self.store.get(key))
+        except ValueError:
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
     def records(self) -> list[GenerationRecord]:
         """Return all readable generation records, freshly listed."""
         found = []

@@ -105,3 +105,9 @@ def end_in_error(config: dict[str, Any]) -> None:
 def attach_unsavable(config: dict[str, Any]) -> None:
     """Attach something that cannot be saved."""
     raycheck.attach(model=torch.nn.Linear(2, 2), mine={"a": [{"b": lambda: 0}]})
+
+
+def attach_twice(config: dict[str, Any]) -> None:
+    """Attach and attach again."""
+    raycheck.attach(model=torch.nn.Linear(2, 2))
+    raycheck.attach(model=torch.nn.Linear(2, 2))

@@ -348,3 +348,37 @@ def test_the_same_on_a_real_s3_server(make_cluster, tmp_path, straight, s3_url):
     assert [result["restored"] for result in results] == [30, 30]
     assert [result["digest"] for result in results] == [result["digest"] for result in straight]
     assert again.committed_steps() == [20, 30, 60]
+
+
+def test_failures_are_remembered_across_jobs(make_cluster, tmp_path):
+    """A killed job counts as a failure for the next one; a normal end does not."""
+    cluster = make_cluster()
+    first = cluster.start(jobs.train, pausing(tmp_path, 15, save_at=[10]), world_size=1)
+    wait_until(reached(tmp_path, [0]), "step 15")
+    first.kill_all()
+    second = make_cluster(cluster.url)
+    second.start(jobs.train, {"steps": 20}, world_size=1).results()
+    third = make_cluster(cluster.url)
+    third.start(jobs.train, {"steps": 30}, world_size=1).results()
+    facts = [
+        cluster.run_store.claim_facts(claim)["failure_rate"]["failures"]
+        for claim in cluster.run_store.claims()
+    ]
+    assert facts == [{}, {"worker": 1}, {"worker": 1}]
+    assert cluster.run_store.end_facts(cluster.run_store.claims()[-1])["failure_rate"]["gpu_days"] > 0
+
+
+def test_limits_that_conflict_stop_a_run_that_asked_for_it(make_cluster):
+    """on_conflict="error": training ends with the message that says what cannot hold together."""
+    cluster = make_cluster(
+        interval_steps=None, max_overhead=1e-9, recovery_point_s=0.5, on_conflict="error", min_interval_s=None
+    )
+    outcomes = cluster.start(jobs.train, {"steps": 10**6, "step_s": 0.01}, world_size=1).outcomes()
+    assert "SaveError" in outcomes[0]["error"]
+    assert "max_overhead" in outcomes[0]["error"]
+
+
+def test_a_second_attach_in_one_process_is_an_error(make_cluster):
+    """State goes into one call."""
+    outcomes = make_cluster().start(jobs.attach_twice, world_size=1).outcomes()
+    assert outcomes[0]["error"].startswith("RuntimeError: raycheck.attach() was called twice")
