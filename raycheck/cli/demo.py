@@ -344,9 +344,8 @@ class _Demo:
                 print_(f"  {seconds:4.1f} s {what}")
         checkpoints = [event for event in events if event["kind"] == "checkpoint"]
         stalls_ms = sorted(1e3 * event["facts"]["stall_s"] for event in checkpoints)
-        print_(
-            f"{len(checkpoints)} checkpoints, each stalled training for {stalls_ms[len(stalls_ms) // 2]:.1f} ms (median)"
-        )
+        stall_ms = stalls_ms[len(stalls_ms) // 2]
+        print_(f"{len(checkpoints)} checkpoints, each stalled training for {stall_ms:.1f} ms (median)")
         cost_s, inside_s = _measured_cost(events)
         overhead = cost_s / inside_s if inside_s else 0.0
         print_(f"measured overhead {overhead:.2%} of training time; the bound is {MAX_OVERHEAD:.1%}")
