@@ -18,9 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import botocore.session
+import hypothesis
 import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+
+# No test depends on speed: machines are shared.
+hypothesis.settings.register_profile(
+    "raycheck", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("raycheck")
 
 _START_S = 30.0
 _GRPC_OFFSET = 10_000  # each SeaweedFS service also listens this far above its port

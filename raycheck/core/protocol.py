@@ -35,7 +35,8 @@ _HARMLESS: frozenset[EndReason] = frozenset(
 )
 
 _MIN_LEAD_STEPS = 2
-_MAX_LEAD_FACTOR = 1024
+_MAX_LEAD_S = 10.0
+"""A plan further ahead would only cost checkpoints; ranks that see nothing for so long have other troubles."""
 
 
 class ProtocolError(Exception):
@@ -356,7 +357,8 @@ class CommitProtocol:
                 attempt.durable[event.shard.rank] = event
                 return []
             case Missed():
-                self._lead_factor = min(self._lead_factor * 2, _MAX_LEAD_FACTOR)
+                if self._latency_s * self._lead_factor < _MAX_LEAD_S:
+                    self._lead_factor *= 2
                 return self._end("missed", f"rank {event.rank} saw the plan too late", retry=True)
             case Failed():
                 return self._end("failed", f"rank {event.rank}: {event.reason}")
@@ -532,7 +534,8 @@ class CommitProtocol:
         assert self._furthest_seen_s is not None
         step_s = self._step_s or self._latency_s
         unseen_steps = (now_s - self._furthest_seen_s) / step_s
-        lead_steps = max(_MIN_LEAD_STEPS, math.ceil(self._latency_s / step_s)) * self._lead_factor
+        lead_s = min(self._latency_s * self._lead_factor, _MAX_LEAD_S)
+        lead_steps = max(_MIN_LEAD_STEPS, math.ceil(lead_s / step_s))
         step = self._furthest_step + math.ceil(min(unseen_steps, self._latency_s * 4 / step_s)) + lead_steps
         if self._interval_steps is None or self._is_asked:
             return step

@@ -53,10 +53,12 @@ class CoordinatorActor:
         """See `Coordinator.check`."""
         self._coordinator.check()
 
-    def begin_generation(self, agents: dict[str, Any], world_size: int) -> GenerationId:
+    def begin_generation(
+        self, agents: dict[str, Any], world_size: int, *, has_lost_agents: bool
+    ) -> GenerationId:
         """See `Coordinator.begin_generation`; ``agents`` are handles by node."""
-        self._agents = dict(agents)
-        return self._coordinator.begin_generation(set(agents), world_size)
+        self._agents = {**self._agents, **agents}
+        return self._coordinator.begin_generation(set(agents), world_size, has_lost_agents=has_lost_agents)
 
     def receive(self, delivery: messages.Delivery, agent: Any) -> bool:
         """See `Coordinator.receive`; ``agent`` is the sender's handle."""

@@ -415,9 +415,9 @@ class Agent:
             for rank, reads in sorted(by_shard.items()):
                 self._read_shard(worker, manifest, rank, reads)
         except (CorruptCheckpointError, StorageError, TransferCancelledError) as error:
-            worker.send("read_done", error=str(error))
+            worker.send("read_done", ref=message["ref"], error=str(error))
             return
-        worker.send("read_done", error=None)
+        worker.send("read_done", ref=message["ref"], error=None)
 
     def _read_shard(
         self, worker: _Worker, manifest: layout.Manifest, rank: int, reads: list[SourceRead]

@@ -21,6 +21,8 @@ logger = logging.getLogger("raycheck")
 
 SETTINGS_VARIABLE = "RAYCHECK_SETTINGS"
 _START_TIMEOUT_S = 120.0
+_AGENT_ANSWER_S = 5.0
+"""An agent that was killed is back in less; one whose node is gone is not."""
 
 
 class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, compat.WorkerCallback):
@@ -85,11 +87,15 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Claim a generation for the group and have an agent on each of its nodes."""
         if self._coordinator is not None:
-            nodes = compat.node_ids(workers)
-            self._ensure_agents(sorted(set(nodes)))
-            here = {node: self._agents[node] for node in set(nodes)}
+            nodes = sorted(set(compat.node_ids(workers)))
+            has_lost_agents = self._forget_lost_agents()
+            self._ensure_agents(nodes)
+            here = {node: self._agents[node] for node in nodes}
             self._generation = ray.get(
-                self._coordinator.begin_generation.remote(here, len(workers)), timeout=_START_TIMEOUT_S
+                self._coordinator.begin_generation.remote(
+                    here, len(workers), has_lost_agents=has_lost_agents
+                ),
+                timeout=_START_TIMEOUT_S,
             )
         return {}
 
@@ -114,6 +120,18 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 value=None,
             )
         return join_url(path, f"{name}/{ROOT}")
+
+    def _forget_lost_agents(self) -> bool:
+        """Drop agents that do not answer, since their node is gone; return whether there were any."""
+        answers = {agent.ready.remote(): node for node, agent in self._agents.items()}
+        if not answers:
+            return False
+        _, silent = ray.wait(list(answers), num_returns=len(answers), timeout=_AGENT_ANSWER_S)
+        for answer in silent:
+            node = answers[answer]
+            logger.warning("the agent on node %s does not answer and is given up", node)
+            ray.kill(self._agents.pop(node))
+        return bool(silent)
 
     def _ensure_agents(self, nodes: list[str]) -> None:
         limits = Limits(

@@ -117,7 +117,9 @@ class Coordinator:
         self._run_store.store.probe()
         self._find_candidates()
 
-    def begin_generation(self, nodes: set[str], world_size: int) -> GenerationId:
+    def begin_generation(
+        self, nodes: set[str], world_size: int, *, has_lost_agents: bool = False
+    ) -> GenerationId:
         """Claim a generation for a worker group that is about to start.
 
         Blocks for storage, and up to half a minute for the commit of what the
@@ -126,12 +128,15 @@ class Coordinator:
         Args:
             nodes: Ids of the nodes that have workers.
             world_size: Number of ranks.
+            has_lost_agents: An agent of the generation before is gone, and
+                what it had staged with it: there is nothing to wait for.
 
         Raises:
             StorageError: If the claim could not be written.
         """
         started_s = self._clock()
-        self._await_staged()
+        if not has_lost_agents:
+            self._await_staged()
         if not self._has_begun:
             self._tuner.remember(self._recall_failure_rate())
         generation_id = self._run_store.claim(

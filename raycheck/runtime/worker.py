@@ -306,7 +306,8 @@ class _Session:
             match message["op"]:
                 case "offer":
                     restorer = self._take_offer(message)
-                case "read_done" if restorer is not None:
+                # A read of an earlier offer may end after the next offer has come.
+                case "read_done" if restorer is not None and message["ref"] == self._offered_fields:
                     self._check_read(restorer, message["error"])
                 case "proceed":
                     return restorer, self._offered

@@ -109,7 +109,7 @@ def test_killed_actors_of_ours_come_back_and_saving_goes_on(connected, tmp_path)
         (pid,) = pids_of(f"ray::{name}")
         os.kill(pid, signal.SIGKILL)
         before = committed(tmp_path)[-1]
-        wait_until(lambda before=before: committed(tmp_path)[-1] > before, f"a commit without {name}", 60)
+        wait_until(lambda before=before: committed(tmp_path)[-1] > before, f"a commit without {name}", 120)
     stop.touch()
     result = ray.get(running)
     assert committed(tmp_path)[-1] == len(result["losses"])
