@@ -3,7 +3,7 @@
     python benchmarks/throttle.py LISTEN_PORT TARGET_PORT RATE_FILE
 
 RATE_FILE holds bytes per second for what clients send; it is read again five
-times a second. What the server answers is not limited.
+times a second, so replace it whole. What the server answers is not limited.
 """
 
 import asyncio

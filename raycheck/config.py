@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from raycheck.errors import ConfigError
@@ -32,8 +32,10 @@ class Settings:
     interval_steps: int | None = None
     """A fixed interval in steps; switches tuning off. None: the interval is chosen online."""
 
-    gpu_days_per_failure: float = 3748.0
-    """GPU-days between failures before this run has seen any of its own."""
+    gpu_days_per_failure: float | str | Callable[[], float] = 3748.0
+    """GPU-days between failures before this run has seen any of its own. A fleet's measured rate can
+    be given as the path of a file that holds the number, or as a function that returns it; either is
+    asked anew at each start of a worker group, on the node of the controller."""
 
     restart_s: float | None = None
     """Seconds from a failure to the first new step. None: measured from this run's own restarts."""
@@ -87,7 +89,8 @@ class Settings:
         _check_fraction(self, "max_overhead")
         for name in ("recovery_point_s", "min_interval_s", "max_interval_s", "upload_bytes_per_s"):
             _check_positive(self, name, optional=True)
-        _check_positive(self, "gpu_days_per_failure")
+        if not isinstance(self.gpu_days_per_failure, str) and not callable(self.gpu_days_per_failure):
+            _check_positive(self, "gpu_days_per_failure")
         _check_positive(self, "register_every_s")
         _check_positive(self, "restart_s", optional=True, zero=True)
         for name, low, high in (

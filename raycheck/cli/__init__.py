@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raycheck.cli import planning
 from raycheck.cli.demo import demo
 
 app = typer.Typer(
@@ -13,11 +14,8 @@ app = typer.Typer(
     help="raycheck: the Ray Train option that makes a job checkpoint itself.",
 )
 app.command()(demo)
-
-
-@app.callback()
-def _options() -> None:
-    """Keep subcommand names even while there is one only."""
+app.command()(planning.plan)
+app.command()(planning.simulate)
 
 
 def main() -> None:

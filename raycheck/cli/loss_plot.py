@@ -10,7 +10,7 @@ from raycheck.core.interval import Costs, Decision, Failures, LossSplit, feasibl
 from raycheck.core.interval_text import percent, seconds_text
 
 _WIDTH, _HEIGHT = 760, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 64, 58
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 34, 64, 58
 _NUM_POINTS = 160
 
 _STYLE = """
@@ -19,7 +19,8 @@ svg { --ground: #ffffff; --ink: #1f2328; --faint: #d0d7de; --quiet: #59636e;
 @media (prefers-color-scheme: dark) { svg { --ground: #0d1117; --ink: #f0f6fc; --faint: #30363d;
   --quiet: #9198a1; --total: #f0f6fc; --cost: #4493f8; --lost: #f0883e; --restart: #ab7df8;
   --chosen: #3fb950; } }
-text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+text { font: 12px system-ui, sans-serif; fill: var(--ink); stroke: var(--ground);
+  stroke-width: 3px; stroke-linejoin: round; paint-order: stroke; }
 .title { font-size: 15px; font-weight: 600; } .quiet { fill: var(--quiet); }
 .curve { fill: none; stroke-width: 2; }
 """
@@ -97,33 +98,35 @@ def _marks(decision: Decision) -> list[tuple[str, float, str]]:
 
 def _frame(axes: _Axes, decision: Decision, failures: Failures) -> Iterable[str]:
     yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="var(--ground)"/>'
-    title = f"{failures.num_gpus:,} GPUs: checkpoint every {seconds_text(decision.interval_s)}"
+    term = decision.decided_by.replace("_", " ")
+    title = f"{failures.num_gpus:,} GPUs: checkpoint every {seconds_text(decision.interval_s)} ({term})"
     yield _text(_LEFT, 24, title, "title")
-    yield _text(_LEFT, 44, f"decided by {decision.decided_by.replace('_', ' ')}", "quiet")
     bottom = _HEIGHT - _BOTTOM
-    for interval_s in _decades(axes.x_range):
+    for interval_s in _ticks(axes.x_range):
         x = axes.x(interval_s)
         yield _line(x, _TOP, x, bottom, "faint")
         yield _text(x, bottom + 18, seconds_text(interval_s), "quiet", anchor="middle")
-    for loss in _decades(axes.y_range):
+    for loss in _ticks(axes.y_range):
         y = axes.y(loss)
         yield _line(_LEFT, y, _WIDTH - _RIGHT, y, "faint")
         yield _text(_LEFT - 8, y + 4, percent(loss), "quiet", anchor="end")
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, "training between checkpoints", anchor="middle")
-    yield _text(_LEFT, _TOP - 6, "expected loss of wall time", "quiet")
+    yield _text(_LEFT, _TOP - 18, "expected loss of wall time", "quiet")
 
 
 def _curves(axes: _Axes, intervals_s: list[float], splits: list[LossSplit]) -> Iterable[str]:
-    for i, (label, colour, part) in enumerate(_CURVES):
+    x = float(_WIDTH - _RIGHT - 424)
+    for label, colour, part in _CURVES:
         points = [
             f"{axes.x(interval_s):.1f},{axes.y(part(split)):.1f}"
             for interval_s, split in zip(intervals_s, splits, strict=True)
             if axes.y_range[0] <= part(split) <= axes.y_range[1]
         ]
         yield f'<polyline class="curve" stroke="var(--{colour})" points="{" ".join(points)}"/>'
-        x = _WIDTH - _RIGHT - 112 * (len(_CURVES) - i) + 8
-        yield f'<line x1="{x}" y1="20" x2="{x + 14}" y2="20" stroke="var(--{colour})" stroke-width="3"/>'
-        yield _text(x + 18, 24, label, "quiet")
+        y = _TOP - 18
+        yield f'<line x1="{x}" y1="{y - 4}" x2="{x + 14}" y2="{y - 4}" stroke="var(--{colour})" stroke-width="3"/>'
+        yield _text(x + 18, y, label, "quiet")
+        x += 40 + 7 * len(label)
 
 
 def _lines(axes: _Axes, marks: list[tuple[str, float, str]]) -> Iterable[str]:
@@ -148,8 +151,9 @@ def _chosen(axes: _Axes, decision: Decision, costs: Costs, failures: Failures) -
         return
     loss = split_loss(decision.interval_s, costs, failures).total
     x, y = axes.x(decision.interval_s), axes.y(max(loss, axes.y_range[0]))
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="var(--chosen)" stroke="var(--ground)" stroke-width="2"/>'
-    anchor = "end" if x > _WIDTH / 2 else "start"
+    colours = 'fill="var(--chosen)" stroke="var(--ground)" stroke-width="2"'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" {colours}/>'
+    anchor = "end" if x > 0.7 * _WIDTH else "start"
     label = f"chosen: {seconds_text(decision.interval_s)}, loss {percent(loss)}"
     yield _text(x + (-10 if anchor == "end" else 10), y - 12, label, anchor=anchor)
 
@@ -164,9 +168,12 @@ def _spaced(span: tuple[float, float]) -> list[float]:
     return [low * (high / low) ** (i / (_NUM_POINTS - 1)) for i in range(_NUM_POINTS)]
 
 
-def _decades(span: tuple[float, float]) -> list[float]:
-    first, last = math.ceil(math.log10(span[0])), math.floor(math.log10(span[1]))
-    return [10.0**exponent for exponent in range(first, last + 1)]
+def _ticks(span: tuple[float, float]) -> list[float]:
+    low, high = span
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if high < 1000 * low else (1,)
+    ticks = [digit * 10.0**exponent for exponent in exponents for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high]
 
 
 def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "start") -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -237,11 +238,10 @@ def _print_decision(console: Console, decision: Decision, split: LossSplit) -> N
     console.print(f"[bold]{decision.reason}[/bold]")
     steps, period = f"{decision.interval_steps:,}", seconds_text(decision.period_s)
     console.print(f"Every {steps} steps, that is every {period} of wall time.")
-    console.print(
-        f"Expected: {percent(decision.overhead)} overhead, ETTR {_or_dash(decision.ettr)} "
-        f"(best without limits {_or_dash(decision.best_ettr)} at {seconds_text(decision.best_interval_s or 0)})."
-    )
-    losses = Table("where time goes", "share of wall time", title="Expected loss")
+    best_s = seconds_text(decision.best_interval_s or 0.0)
+    console.print(f"Expected: {percent(decision.overhead)} overhead, ETTR {_or_dash(decision.ettr)};")
+    console.print(f"without limits ETTR {_or_dash(decision.best_ettr)} at {best_s}.")
+    losses = Table("where time goes", "share of wall time", title="Expected loss", box=box.SIMPLE)
     for name, part in (*dataclasses.asdict(split).items(), ("total", split.total)):
         losses.add_row(_LOSS_NAMES[name], percent(part))
     console.print(losses)
@@ -261,11 +261,13 @@ _LOSS_NAMES = {
 
 
 def _size_table(sizes: list[tuple[Decision, LossSplit]]) -> Table:
-    table = Table(title="The same job at other sizes, with the same bytes per GPU")
-    for name in ("GPUs", "time to failure", "interval", "overhead", "ETTR", "recompute", "restart"):
-        table.add_column(name, justify="right")
-    table.add_column("decided by")
-    for decision, split in sizes:
+    table = Table(
+        title="The same job at other sizes, with the same bytes per GPU", box=box.SIMPLE, padding=(0, 1)
+    )
+    for name in ("GPUs", "fails every", "interval", "overhead", "ETTR"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("decided by", no_wrap=True)
+    for decision, _ in sizes:
         assert decision.failures is not None, "a plan has a failure rate"
         table.add_row(
             f"{decision.failures.num_gpus:,}",
@@ -273,8 +275,6 @@ def _size_table(sizes: list[tuple[Decision, LossSplit]]) -> Table:
             seconds_text(decision.interval_s),
             percent(decision.overhead),
             _or_dash(decision.ettr),
-            percent(split.recompute),
-            percent(split.restart),
             decision.decided_by.replace("_", " "),
         )
     return table

@@ -365,8 +365,13 @@ class Coordinator:
                 self._restarting_since_s = None
             self._last_step_seen_s = self._clock()
         self._tuner.observe_steps(message.records)
+        self._record_interval()
         if self._tuner.refusal is not None:
             self._tell_all(messages.HaltTraining(self._tuner.refusal, False))
+
+    def _record_interval(self) -> None:
+        for reason in self._tuner.take_changes():
+            self._events.record("interval", self._generation_text(), reason=reason, **self._tuner.status())
 
     def _rank_here(self, generation: _Generation, here: messages.RankHere) -> None:
         commits = generation.commits
@@ -525,6 +530,7 @@ class Coordinator:
             )
             return
         self._tuner.observe_checkpoint(stall_s=end.stall_s, persist_s=end.persist_s)
+        self._record_interval()
         logger.info(
             "checkpoint of step %d: stall %.1f ms, persist %.2f s, %.1f MB, interval %s, overhead %.2f %%",
             end.plan.step,

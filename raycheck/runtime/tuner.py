@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from raycheck.config import Settings
 from raycheck.core.estimate import CostEstimator, OverheadMeter, first_checkpoint_after_s
-from raycheck.core.failure_rate import FailureRate
+from raycheck.core.failure_rate import DEFAULT_GPU_DAYS_PER_FAILURE, FailureRate
 from raycheck.core.interval import DAY_S, Decision, Failures, Limits, choose_interval
 from raycheck.errors import ConfigError
 
@@ -34,7 +35,9 @@ class Tuner:
         )
         self._estimator = CostEstimator(restart_s=settings.restart_s)
         self._meter = OverheadMeter()
-        self._rate = FailureRate(prior_gpu_days_per_failure=settings.gpu_days_per_failure)
+        self._given_rate = settings.gpu_days_per_failure
+        self._rate = FailureRate(prior_gpu_days_per_failure=given_rate(self._given_rate))
+        self._changes: list[str] = []
         self.refusal: str | None = None
         """Why the run must not go on: its limits conflict and ``on_conflict`` is "error"."""
 
@@ -59,6 +62,9 @@ class Tuner:
 
     def begin_generation(self, world_size: int, *, is_restart: bool) -> None:
         """Start over with the steps of a new worker group; costs are remembered."""
+        self._rate = self._rate.with_prior(
+            given_rate(self._given_rate, otherwise=self._rate.prior_gpu_days_per_failure)
+        )
         if is_restart:
             self._rate = self._rate.after(failures={"worker": 1})
         if self._estimator.costs() is not None:
@@ -144,5 +150,43 @@ class Tuner:
         except ConfigError as error:
             self.refusal = str(error)
             return
-        if before is None or before.decided_by != self.decision.decided_by:
+        if before is None or _is_news(before, self.decision):
+            self._changes.append(self.decision.reason)
             logger.info("%s", self.decision.reason)
+
+    def take_changes(self) -> list[str]:
+        """Return one sentence for each change of the interval since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+
+def _is_news(before: Decision, now: Decision) -> bool:
+    """Whether people want to hear of it: another term decides, or the interval is another by a tenth."""
+    if now.decided_by != before.decided_by:
+        return True
+    return not 0.9 < now.interval_s / max(before.interval_s, 1e-9) < 1.1
+
+
+def given_rate(
+    given: float | str | Callable[[], float], otherwise: float = DEFAULT_GPU_DAYS_PER_FAILURE
+) -> float:
+    """Return the GPU-days per failure that the user gave, as a number, a file or a function.
+
+    Args:
+        given: As in the settings.
+        otherwise: For a file or function that does not answer with a number
+            above 0; that is worth a warning and no more.
+    """
+    try:
+        value = float(
+            Path(given).read_text() if isinstance(given, str) else given() if callable(given) else given
+        )
+    except Exception as error:  # noqa: BLE001  it is the user's own function
+        logger.warning("gpu_days_per_failure=%r cannot be asked, %g is used: %s", given, otherwise, error)
+        return otherwise
+    if not (0 < value < math.inf):
+        logger.warning(
+            "gpu_days_per_failure=%r says %r, which is no rate; %g is used", given, value, otherwise
+        )
+        return otherwise
+    return value
