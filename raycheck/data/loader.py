@@ -11,8 +11,9 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
-from raycheck.core.cursor import Remainder, batch_seed, check_same_data, decode_cursor, refuse
+from raycheck.core.cursor import Cursor, Remainder, Rest, batch_seed, refuse
 from raycheck.data.sampler import ElasticBatchSampler
+from raycheck.errors import ConfigError
 
 Item = TypeVar("Item", covariant=True)
 
@@ -76,7 +77,7 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         self,
         dataset: Dataset[Item],
         batch_size: int = 1,
-        shuffle: bool = False,
+        shuffle: bool | None = False,
         *,
         seed: int = 0,
         remainder: Remainder = "exact",
@@ -86,11 +87,11 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         **torch_options: Any,
     ) -> None:
         _check_dataset(dataset)
-        remainder = _check_options(torch_options, remainder)
-        position = (_SeedingBatchSampler if torch_options.get("num_workers") else ElasticBatchSampler)(
+        remainder = _take_options(torch_options, shuffle=shuffle, remainder=remainder)
+        position = _LoaderPosition(
             dataset,  # type: ignore[arg-type]  # _check_dataset took its length
             batch_size,
-            shuffle=shuffle,
+            shuffle=False if shuffle is None else shuffle,
             seed=seed,
             remainder=remainder,
             global_batch_size=global_batch_size,
@@ -114,6 +115,21 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         return self._position.epoch
 
     @property
+    def cursor(self) -> Cursor:
+        """The position behind the last batch that the loop received, the same on every rank."""
+        return self._position.cursor
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of a whole epoch at this world size. ``len`` is that of the pass: a rest after a resume."""
+        return self._position.steps_per_epoch
+
+    @property
+    def last_positions(self) -> range:
+        """Where in the order of `epoch` the batch stood that this rank received last. Empty before one."""
+        return self._position.last_positions
+
+    @property
     def last_indices(self) -> list[int]:
         """The data set's indices of the batch that this rank received last."""
         return self._position.last_indices
@@ -124,21 +140,36 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         return self._position.num_padded
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
-        """Return the batches from the position on; in the next epoch, if this one is over."""
+        """Return the batches from the position on; in the next epoch, if this one is over.
+
+        Starts worker processes as torch does, but none where no batch is left.
+        """
         self._iterator_number += 1
-        batches = super().__iter__()
-        # From here on the loop's batches say where the position is, not the workers'.
-        self._position.advance(0)
-        return self._count(batches, self._iterator_number)
+        self._position.begin(seeds_workers=self.num_workers > 0)
+        batches = super().__iter__() if len(self) else iter(())
+        return _Batches(self, batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch: to its start, or if it is the present one, nowhere.
 
+        So after a resume the usual ``set_epoch`` at the head of the loop keeps
+        the restored position; an epoch that is finished then gives no batches.
+
         Raises:
             ConfigError: If it is no epoch number.
         """
-        self._iterator_number += 1
+        is_other = epoch != self.epoch
         self._position.set_epoch(epoch)
+        self._iterator_number += is_other
+
+    def advance(self, num_batches: int = 1) -> None:
+        """Go past batches without reading them, on every rank: one that cannot be read, say.
+
+        Raises:
+            ConfigError: If fewer remain of this epoch.
+        """
+        self._position.advance(num_batches)
+        self._iterator_number += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that the loop received; the same on every rank."""
@@ -153,88 +184,130 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
             CheckpointMismatchError: If it is a position in other data: length,
                 seed or shuffle changed. The present position stays.
         """
-        self._iterator_number += 1
         self._position.load_state_dict(state)
+        self._iterator_number += 1
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what `load_state_dict` would, changing nothing."""
-        saved, _ = decode_cursor(state)
-        check_same_data(saved, self._position.cursor)
+        self._position.check_state_dict(state)
 
-    def _count(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
-        # Asked for at once: workers begin to fetch when the iterator is made.
-        for batch in batches:
-            if number != self._iterator_number:
-                raise RuntimeError(
-                    "this iterator of a raycheck.DataLoader is out of date: the loader was iterated anew, or "
-                    "moved by set_epoch or load_state_dict; one iterator at a time is the position in the data"
-                )
-            self._position.advance()
-            yield batch
 
-    def _get_iterator(self) -> Any:
-        # Only torch's iterator sees the wrapped data set; ``loader.dataset`` is the user's.
-        given = self.dataset
-        if self.num_workers:
-            object.__setattr__(self, "dataset", _SeededDataset(given))
+class _Batches(Iterator[Any]):
+    """One pass over a loader. Counts what is taken from it; out of date once the loader's number moves on."""
+
+    def __init__(self, loader: DataLoader[Any], batches: Iterator[Any]) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._number = loader._iterator_number
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        # Before the fetch: with persistent workers an older iterator would take a batch of the newer one's.
+        if self._number != loader._iterator_number:
+            raise RuntimeError(
+                "this iterator of a raycheck.DataLoader is out of date: the loader was iterated anew, moved by "
+                "set_epoch, advance or load_state_dict, or failed to read a batch. Iterate it again; it goes on "
+                f"in epoch {loader.epoch} after {loader.cursor.consumed} items"
+            )
         try:
-            return super()._get_iterator()
-        finally:
-            object.__setattr__(self, "dataset", given)
-
-
-class _SeedingBatchSampler(ElasticBatchSampler):
-    """Gives out batches with the seed of their random draws in front, for `_SeededDataset`."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._begin()
-        cursor = self._rest.cursor
-        return (
-            [batch_seed(cursor.seed, cursor.epoch, positions.start), *items]
-            for positions, items in self._produce()
-        )
-
-
-class _SeededDataset(Dataset[Any]):
-    """A data set in a worker process that seeds the generators before each batch."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        # Code in the worker that looks at its data set finds what it knows.
-        return getattr(self.__dict__["_dataset"], name)
+            batch = next(self._batches)
+        except StopIteration:
+            loader._position.has_ended = True
+            raise
+        except BaseException:
+            # Torch may have gone past the batch or not, depending on what failed.
+            loader._iterator_number += 1
+            raise
+        loader._position.count()
+        return batch
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._loader)
 
-    def __getitems__(self, batch: list[int]) -> list[Any]:
-        seed, *indices = batch
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        fetch = getattr(self._dataset, "__getitems__", None)
-        if callable(fetch):
-            return list(fetch(indices))
-        return [self._dataset[index] for index in indices]
+
+class _LoaderPosition(ElasticBatchSampler):
+    """A loader's position. The loader says when a pass begins and ends, and counts what is consumed."""
+
+    seeds_workers = False
+    has_ended = False
+
+    def begin(self, *, seeds_workers: bool) -> None:
+        """Begin a pass."""
+        self._begin()
+        self._is_counted = True
+        self.seeds_workers = seeds_workers
+
+    def count(self) -> None:
+        """Count one batch as consumed: `advance` without its checks, on every batch's way."""
+        self._num_consumed += 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        cursor = self._rest.cursor
+        for positions, items in self._produce():
+            if self.seeds_workers:
+                items = _SeededBatch(items)
+                items.seed_parts = (cursor.seed, cursor.epoch, positions.start)
+            yield items
+
+    @property
+    def _shown(self) -> Rest:
+        # Until the pass has ended: ``len`` must not change in the last batch's loop body.
+        return super()._shown if self.has_ended else self._rest
+
+    def _go_to(self, cursor: Cursor) -> None:
+        super()._go_to(cursor)
+        self.has_ended = False
+
+
+class _SeededBatch(list[int]):
+    """A batch's indices, which seed the generators of the worker process that receives them.
+
+    Torch unpickles them in the worker right before it fetches the batch, and
+    nowhere else. It is the one place before the fetch that leaves the data set
+    (also as ``get_worker_info`` shows it), ``collate_fn`` and ``worker_init_fn``
+    as the user gave them. The data set gets a plain list.
+    """
+
+    __slots__ = ("seed_parts",)
+    seed_parts: tuple[int, int, int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_open_batch, (list(self), self.seed_parts))
+
+
+def _open_batch(items: list[int], seed_parts: tuple[int, int, int]) -> list[int]:
+    seed = batch_seed(*seed_parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Not torch.manual_seed, which also queues seeds for devices that a worker does not use.
+    torch.default_generator.manual_seed(seed)
+    return items
 
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        refuse(
-            "dataset",
+        _refuse_dataset(
             dataset,
             "map-style, with a length and items by index: an iterable-style data set has no position that can be "
             "resumed; give it state_dict and load_state_dict, and pass it to attach() beside a plain torch DataLoader",
         )
     if not hasattr(dataset, "__len__"):
-        refuse("dataset", dataset, "a data set with a length, since every item is counted once per epoch")
+        _refuse_dataset(dataset, "a data set with a length, since every item is counted once per epoch")
 
 
-def _check_options(options: dict[str, Any], remainder: Remainder) -> Remainder:
+def _refuse_dataset(dataset: Any, allowed: str) -> None:
+    # By its type: its repr may print all of the data.
+    name = type(dataset).__name__
+    raise ConfigError(f"dataset of type {name}: must be {allowed}", field="dataset", value=name)
+
+
+def _take_options(options: dict[str, Any], *, shuffle: bool | None, remainder: Remainder) -> Remainder:
+    """Take out of torch's options those that are decided here; return the remainder rule."""
     for name in ("sampler", "batch_sampler"):
-        if options.pop(name, None) is not None:
-            refuse(name, "...", OWN_ORDER)
+        value = options.pop(name, None)
+        if value is not None:
+            given = " (shuffle=True is given as well)" if shuffle else ""
+            refuse(name, value, OWN_ORDER + given)
     if not options.get("in_order", True):
         refuse(
             "in_order", False, "True: batches that overtake each other have no position that can be resumed"

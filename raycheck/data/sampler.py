@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -156,8 +157,10 @@ class DataPosition:
             ConfigError: If it is no epoch number.
         """
         check_int("epoch", epoch, 0)
-        cursor = self.cursor
-        self._go_to(cursor if epoch == cursor.epoch else cursor.at(epoch))
+        if epoch != self.epoch:
+            self._go_to(self.cursor.at(epoch))
+        elif self._is_over:
+            self._go_to(self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain JSON values. The same on every rank."""
@@ -171,6 +174,11 @@ class DataPosition:
             )
         return encode_cursor(self.cursor, self._dealing)
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` would, changing nothing."""
+        saved, _ = decode_cursor(state)
+        check_same_data(saved, self._rest.cursor)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, saved at any world size. The next iterator starts there.
 
@@ -180,8 +188,8 @@ class DataPosition:
             CheckpointMismatchError: If it is a position in other data: length,
                 seed or shuffle changed. The present position stays.
         """
+        self.check_state_dict(state)
         saved, dealing = decode_cursor(state)
-        check_same_data(saved, self._rest.cursor)
         change = describe_batch_change(dealing, self._dealing)
         if change and self.rank == 0:
             warnings.warn(change, UserWarning, stacklevel=2)
@@ -217,12 +225,16 @@ class DataPosition:
         block_steps = max(1, BLOCK_ITEMS // self.batch_size)
         for first in range(0, rest.num_steps, block_steps):
             steps = range(first, min(first + block_steps, rest.num_steps))
-            batches = [rest.positions(step, self.rank) for step in steps]
-            items = iter(_items(order, batches))
-            for positions in batches:
+            for batch in self._block(rest, order, steps):
                 if rest is self._rest:
                     self._num_produced += 1
-                yield positions, [next(items) for _ in positions]
+                yield batch
+
+    def _block(self, rest: Rest, order: Order, steps: range) -> list[tuple[range, list[int]]]:
+        batches = [rest.positions(step, self.rank) for step in steps]
+        items = _items(order, batches)
+        ends = itertools.accumulate(map(len, batches))
+        return [(batch, items[end - len(batch) : end]) for batch, end in zip(batches, ends, strict=True)]
 
 
 class ElasticBatchSampler(DataPosition, Sampler[list[int]]):
@@ -238,9 +250,11 @@ class ElasticBatchSampler(DataPosition, Sampler[list[int]]):
     """
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the batches from the position on; in the next epoch, if this one is over."""
+        """Yield the batches from the position on; in the next epoch, if this one is over."""
+        # Begins at the first batch, no earlier: torch makes two iterators and uses the second.
         self._begin()
-        return (items for _, items in self._produce())
+        for _, items in self._produce():
+            yield items
 
     def __len__(self) -> int:
         return self._shown.num_steps
@@ -272,9 +286,10 @@ class ElasticSampler(DataPosition, Sampler[int]):
             )
 
     def __iter__(self) -> Iterator[int]:
-        """Return the indices from the position on; in the next epoch, if this one is over."""
+        """Yield the indices from the position on; in the next epoch, if this one is over."""
         self._begin()
-        return (item for _, items in self._produce() for item in items)
+        for _, items in self._produce():
+            yield from items
 
     def __len__(self) -> int:
         rest = self._shown
@@ -314,9 +329,9 @@ def _items(order: Order, batches: list[range]) -> list[int]:
 def items_at(order: Order, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return ``order.item`` of each position, computed by NumPy.
 
-    0.1 us per item on one core, in blocks of 2,048.
+    0.06 us per item on one core, in blocks of 2,048.
     """
-    cells = positions % np.uint64(order.length)
+    cells = _modulo(positions, np.uint64(order.length))
     if order.table:
         return np.take(np.array(order.table, np.uint64), cells)
     if not order.keys:
@@ -331,11 +346,27 @@ def items_at(order: Order, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.
 
 def _encipher(order: Order, cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     num_rows, num_columns = np.uint64(order.num_rows), np.uint64(order.num_columns)
-    row, column = np.divmod(cells, num_columns)
+    row = cells // num_columns
+    column = cells - row * num_columns
     for row_key, column_key in zip(order.keys[::2], order.keys[1::2], strict=True):
-        row = (row + _mix(column + np.uint64(row_key)) % num_rows) % num_rows
-        column = (column + _mix(row + np.uint64(column_key)) % num_columns) % num_columns
+        row = _shift(row, _mix(column + np.uint64(row_key)), num_rows)
+        column = _shift(column, _mix(row + np.uint64(column_key)), num_columns)
     return row * num_columns + column
+
+
+def _shift(
+    value: npt.NDArray[np.uint64], offset: npt.NDArray[np.uint64], modulus: np.uint64
+) -> npt.NDArray[np.uint64]:
+    """Return ``(value + offset) % modulus`` for values below the modulus."""
+    total = value + _modulo(offset, modulus)
+    # The smaller of the two: below the modulus, the difference wraps to a huge number.
+    shifted: npt.NDArray[np.uint64] = np.minimum(total, total - modulus)
+    return shifted
+
+
+def _modulo(value: npt.NDArray[np.uint64], modulus: np.uint64) -> npt.NDArray[np.uint64]:
+    # NumPy divides by a scalar with vector instructions, but has none for ``%``: 1.1 ns, not 2.8.
+    return value - value // modulus * modulus
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
