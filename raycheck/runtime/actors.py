@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.config import Settings
+from raycheck.core.failure_rate import FailureKind
 from raycheck.core.lineage import GenerationId
 from raycheck.runtime import messages
 from raycheck.runtime.agent import Agent, Limits
@@ -54,11 +55,13 @@ class CoordinatorActor:
         self._coordinator.check()
 
     def begin_generation(
-        self, agents: dict[str, Any], world_size: int, *, has_lost_agents: bool
+        self, agents: dict[str, Any], world_size: int, *, has_lost_agents: bool, failure: FailureKind | None
     ) -> GenerationId:
         """See `Coordinator.begin_generation`; ``agents`` are handles by node."""
         self._agents = {**self._agents, **agents}
-        return self._coordinator.begin_generation(set(agents), world_size, has_lost_agents=has_lost_agents)
+        return self._coordinator.begin_generation(
+            set(agents), world_size, has_lost_agents=has_lost_agents, failure=failure
+        )
 
     def receive(self, delivery: messages.Delivery, agent: Any) -> bool:
         """See `Coordinator.receive`; ``agent`` is the sender's handle."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from raycheck.config import Settings, make_settings
+from raycheck.core.failure_rate import FailureKind
 from raycheck.core.layout import ROOT
 from raycheck.core.lineage import GenerationId
 from raycheck.errors import ConfigError
@@ -49,6 +50,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         self._agents: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
         self._generation: GenerationId | None = None
+        self._failure: FailureKind | None = None
         self._store_url = ""
 
     @property
@@ -89,15 +91,22 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         if self._coordinator is not None:
             nodes = sorted(set(compat.node_ids(workers)))
             has_lost_agents = self._forget_lost_agents()
+            if self._failure == "worker" and has_lost_agents:
+                self._failure = "node"
             self._ensure_agents(nodes)
             here = {node: self._agents[node] for node in nodes}
             self._generation = ray.get(
                 self._coordinator.begin_generation.remote(
-                    here, len(workers), has_lost_agents=has_lost_agents
+                    here, len(workers), has_lost_agents=has_lost_agents, failure=self._failure
                 ),
                 timeout=_START_TIMEOUT_S,
             )
+            self._failure = None
         return {}
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Remember what kind of failure the next worker group follows."""
+        self._failure = compat.failure_kind(current_state) or self._failure
 
     async def before_controller_shutdown(self) -> None:
         """Let the coordinator write what is left to write."""

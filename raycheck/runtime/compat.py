@@ -12,6 +12,10 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.train.v2._internal.exceptions import (
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     WorkerCallback,
@@ -19,6 +23,8 @@ from ray.train.v2._internal.execution.callback import (
 )
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+from raycheck.core.failure_rate import FailureKind
 
 logger = logging.getLogger("raycheck")
 
@@ -29,6 +35,7 @@ __all__ = [
     "WorkerCallback",
     "WorkerGroupCallback",
     "after_train_function",
+    "failure_kind",
     "is_local_run",
     "is_replica_group_run",
     "node_ids",
@@ -67,6 +74,22 @@ def run_path(train_run_context: Any) -> tuple[str, str, bool]:
 def run_was_named(train_run_context: Any) -> bool:
     """Whether the user gave the run a name; without one each start is another run."""
     return not str(train_run_context.run_config.name).startswith("ray_train_run-")
+
+
+def failure_kind(controller_state: Any) -> FailureKind | None:
+    """Return what kind of failure a state of the controller stands for; None: for none.
+
+    Workers that lost a peer fail with errors of their own, so one death outweighs them.
+    """
+    error = getattr(controller_state, "training_failed_error", None)
+    if error is None:
+        return None
+    if type(error).__name__ == "PreemptionError":
+        return "preempted"
+    failures = getattr(error, "worker_failures", {}).values()
+    if any(isinstance(f, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError) for f in failures):
+        return "worker"
+    return "exception" if failures else "worker"
 
 
 def is_replica_group_run(train_run_context: Any) -> bool:

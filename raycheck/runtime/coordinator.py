@@ -24,7 +24,7 @@ from typing import Any
 from raycheck.config import Settings
 from raycheck.core import lineage, protocol
 from raycheck.core import restore as voting
-from raycheck.core.failure_rate import FailureRate
+from raycheck.core.failure_rate import FailureKind, FailureRate
 from raycheck.core.interval import DAY_S
 from raycheck.core.layout import Entry, Manifest
 from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
@@ -118,7 +118,12 @@ class Coordinator:
         self._find_candidates()
 
     def begin_generation(
-        self, nodes: set[str], world_size: int, *, has_lost_agents: bool = False
+        self,
+        nodes: set[str],
+        world_size: int,
+        *,
+        has_lost_agents: bool = False,
+        failure: FailureKind | None = "worker",
     ) -> GenerationId:
         """Claim a generation for a worker group that is about to start.
 
@@ -130,6 +135,7 @@ class Coordinator:
             world_size: Number of ranks.
             has_lost_agents: An agent of the generation before is gone, and
                 what it had staged with it: there is nothing to wait for.
+            failure: What ended the generation before, if there was one; None: a resize.
 
         Raises:
             StorageError: If the claim could not be written.
@@ -139,6 +145,9 @@ class Coordinator:
             self._await_staged()
         if not self._has_begun:
             self._tuner.remember(self._recall_failure_rate())
+        elif failure is not None:
+            # Before the claim, which is what the next job remembers.
+            self._tuner.observe_failure(failure)
         generation_id = self._run_store.claim(
             {
                 "claimed_unix_s": time.time(),
@@ -260,7 +269,7 @@ class Coordinator:
         self._nodes = nodes
         self._generation = generation
         self._restarting_since_s = self._last_step_seen_s
-        self._tuner.begin_generation(generation.world_size, is_restart=previous is not None)
+        self._tuner.begin_generation(generation.world_size)
         self._events.record(
             "generation",
             str(generation.id),
@@ -294,7 +303,7 @@ class Coordinator:
             generation.parent = mine.parent
             generation.commits = self._make_protocol(generation)
         self._generation = generation
-        self._tuner.begin_generation(generation.world_size, is_restart=False)
+        self._tuner.begin_generation(generation.world_size)
         logger.warning("the coordinator has restarted and goes on with generation %s", generation.id)
 
     def _make_protocol(self, generation: _Generation) -> protocol.CommitProtocol:
@@ -371,7 +380,7 @@ class Coordinator:
 
     def _record_interval(self) -> None:
         for reason in self._tuner.take_changes():
-            self._events.record("interval", self._generation_text(), reason=reason, **self._tuner.status())
+            self._events.record("interval", self._generation_text(), change=reason, **self._tuner.status())
 
     def _rank_here(self, generation: _Generation, here: messages.RankHere) -> None:
         commits = generation.commits
@@ -395,7 +404,11 @@ class Coordinator:
             logger.warning("an event that cannot be true was left out: %s", error)
             return
         for action in actions:
-            self._carry_out(generation, action)
+            try:
+                self._carry_out(generation, action)
+            except Exception:
+                # One that fails must not take those after it along: agents and workers wait for them.
+                logger.exception("the coordinator failed on %s and goes on", type(action).__name__)
 
     # Restoring.
 

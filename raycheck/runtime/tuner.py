@@ -10,7 +10,7 @@ from typing import Any
 
 from raycheck.config import Settings
 from raycheck.core.estimate import CostEstimator, OverheadMeter, first_checkpoint_after_s
-from raycheck.core.failure_rate import DEFAULT_GPU_DAYS_PER_FAILURE, FailureRate
+from raycheck.core.failure_rate import DEFAULT_GPU_DAYS_PER_FAILURE, FailureKind, FailureRate
 from raycheck.core.interval import DAY_S, Decision, Failures, Limits, choose_interval
 from raycheck.errors import ConfigError
 
@@ -56,17 +56,19 @@ class Tuner:
         """Go on from what earlier starts of this run have seen."""
         self._rate = rate.with_prior(self._rate.prior_gpu_days_per_failure)
 
+    def observe_failure(self, kind: FailureKind) -> None:
+        """Count a failure that ended a worker group."""
+        self._rate = self._rate.after(failures={kind: 1})
+
     def observe_restart(self, seconds: float) -> None:
         """Take in the time from the last step before a failure to the first one after it."""
         self._estimator.observe_restart(seconds)
 
-    def begin_generation(self, world_size: int, *, is_restart: bool) -> None:
+    def begin_generation(self, world_size: int) -> None:
         """Start over with the steps of a new worker group; costs are remembered."""
         self._rate = self._rate.with_prior(
             given_rate(self._given_rate, otherwise=self._rate.prior_gpu_days_per_failure)
         )
-        if is_restart:
-            self._rate = self._rate.after(failures={"worker": 1})
         if self._estimator.costs() is not None:
             self._estimator.observe_resize(bytes_ratio=self._world_size / world_size)
         self._world_size = world_size

@@ -59,6 +59,9 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_like_an_undisturbed_one(c
     assert result.return_value["losses"] == straight["losses"][result.return_value["restored"] :]
     assert result.return_value["restored"] == 30
     assert committed(tmp_path)[-1] == 60
+    run = RunStore(Store(f"{tmp_path}/run/raycheck"))
+    seen = [run.claim_facts(claim)["failure_rate"]["failures"] for claim in run.claims()]
+    assert seen == [{}, {"worker": 1}], "a killed process is told from the user's own exception"
 
 
 def test_a_killed_driver_resumes_from_s3_with_the_same_command(

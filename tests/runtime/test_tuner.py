@@ -26,24 +26,24 @@ def test_a_files_rate_is_asked_anew_at_each_start(tmp_path):
     path = tmp_path / "rate"
     path.write_text("100000")
     tuner = Tuner(Settings(gpu_days_per_failure=str(path)))
-    tuner.begin_generation(64, is_restart=False)
+    tuner.begin_generation(64)
     trained(tuner, 20)
     tuner.observe_checkpoint(stall_s=0.01, persist_s=2.0)
     calm_s = tuner.interval_s
     path.write_text("0.5")
-    tuner.begin_generation(64, is_restart=False)
+    tuner.begin_generation(64)
     assert tuner.interval_s < calm_s / 2
 
 
 def test_a_resize_changes_the_interval_at_once_and_says_why():
     """Eight times the GPUs fail eight times as often; one sentence for people."""
     tuner = Tuner(Settings())
-    tuner.begin_generation(128, is_restart=False)
+    tuner.begin_generation(128)
     trained(tuner, 20)
     tuner.observe_checkpoint(stall_s=2.0, persist_s=10.0)
     before_s = tuner.interval_s
     tuner.take_changes()
-    tuner.begin_generation(1024, is_restart=False)
+    tuner.begin_generation(1024)
     (change,) = tuner.take_changes()
     assert tuner.interval_s < before_s / 1.5
     assert "1,024" in change
@@ -64,10 +64,15 @@ def test_before_anything_is_known_the_first_checkpoint_is_early():
 def test_failures_shorten_the_interval():
     """Restarts of this run are evidence."""
     tuner = Tuner(Settings())
-    tuner.begin_generation(8, is_restart=False)
+    tuner.begin_generation(8)
     trained(tuner, 20)
     tuner.observe_checkpoint(stall_s=0.5, persist_s=2.0)
     before_s = tuner.interval_s
     for _ in range(5):
-        tuner.begin_generation(8, is_restart=True)
+        tuner.observe_failure("worker")
+    tuner.begin_generation(8)
     assert tuner.interval_s < before_s / 2
+    short_s = tuner.interval_s
+    tuner.observe_failure("preempted")
+    tuner.begin_generation(8)
+    assert tuner.interval_s == short_s, "a preemption that left time to save loses no work"
