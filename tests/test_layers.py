@@ -1,6 +1,8 @@
 """Imports point downwards only."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,12 @@ def test_ray_train_internals_are_imported_in_one_file():
         if any(name.startswith("ray.train.v2") for name in imports_of(path))
     }
     assert users <= {"runtime/compat.py"}
+
+
+def test_agent_and_coordinator_start_without_torch_and_ray():
+    """A node agent is a small process: beneath its actor shell it needs neither."""
+    code = (
+        "import sys, raycheck.runtime.agent, raycheck.runtime.coordinator; "
+        "assert not {'torch', 'ray'} & set(sys.modules), sorted({'torch', 'ray'} & set(sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
