@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from raycheck.data.sampler import ElasticBatchSampler, ElasticSampler
     from raycheck.errors import RaycheckError
     from raycheck.runtime.callback import AutoCheckpoint
-    from raycheck.runtime.worker import Checkpointer, Restored, attach
+    from raycheck.runtime.session import Restored
+    from raycheck.runtime.worker import Checkpointer, attach
 
 # Imported when they are first used: an agent's process needs no torch, the
 # command line no Ray.
@@ -22,7 +23,7 @@ _HOMES = {
     "ElasticBatchSampler": "raycheck.data.sampler",
     "ElasticSampler": "raycheck.data.sampler",
     "RaycheckError": "raycheck.errors",
-    "Restored": "raycheck.runtime.worker",
+    "Restored": "raycheck.runtime.session",
     "Settings": "raycheck.config",
     "attach": "raycheck.runtime.worker",
 }

@@ -17,6 +17,7 @@ from raycheck.core.lineage import GenerationId
 from raycheck.errors import ConfigError
 from raycheck.runtime import actors, compat, worker
 from raycheck.runtime.agent import Limits
+from raycheck.runtime.session import WorkerContext
 
 logger = logging.getLogger("raycheck")
 
@@ -184,9 +185,9 @@ def join_url(path: str, relative: str) -> str:
     return f"{base.rstrip('/')}/{relative}{mark}{query}"
 
 
-def _context_of(address: str, generation: GenerationId, settings: Settings) -> worker.WorkerContext:
+def _context_of(address: str, generation: GenerationId, settings: Settings) -> WorkerContext:
     rank, world_size = compat.rank_and_world_size()
-    return worker.WorkerContext(
+    return WorkerContext(
         address=address, generation=generation, rank=rank, world_size=world_size, settings=settings
     )
 

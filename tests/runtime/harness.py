@@ -78,9 +78,10 @@ def _worker_main(context_fields, init_file, train, config, result_path) -> None:
     import torch.distributed as dist
 
     from raycheck.runtime import worker
+    from raycheck.runtime.session import WorkerContext
 
     torch.set_num_threads(1)
-    context = worker.WorkerContext(**context_fields)
+    context = WorkerContext(**context_fields)
     worker.set_context(context)
     if context.world_size > 1:
         dist.init_process_group(

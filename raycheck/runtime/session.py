@@ -1,0 +1,362 @@
+"""A checkpointer's connection to the run: segment, snapshots, agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from raycheck.config import Settings
+from raycheck.core.layout import Entry, ShardImage
+from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.page import Plan
+from raycheck.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    FencedError,
+    RaycheckError,
+    SaveError,
+    StateError,
+)
+from raycheck.runtime.link import RECONNECTED, AgentLink
+from raycheck.state.codec import Codec
+from raycheck.state.restore import Restorer
+from raycheck.state.segment import Segment
+from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
+from raycheck.state.tree import StateTree
+
+logger = logging.getLogger("raycheck")
+
+_WARN_EVERY_S = 30.0
+_SAVE_TOGETHER_S = 1.0
+_CLOSE_TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What the callback leaves in each worker before the train function runs."""
+
+    address: str
+    generation: GenerationId
+    rank: int
+    world_size: int
+    settings: Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What ``attach`` put back."""
+
+    step: int
+    """Steps completed at the checkpoint."""
+
+    generation: int
+    """Number of the generation that wrote it."""
+
+    seconds: float
+    """Time that the restore took."""
+
+    source: str
+    """From where: "storage"."""
+
+
+class Session:
+    """What a rank does between ``attach`` and the end. Used by the training thread alone.
+
+    Args:
+        context: The run, as the callback left it in this process.
+        tree: The live state.
+
+    Raises:
+        StateError: If something in the state cannot be saved; names its path.
+        ConnectionError: If this node has no agent.
+    """
+
+    def __init__(self, context: WorkerContext, tree: StateTree) -> None:
+        self.tree = tree
+        self.step_number = 0
+        self._context = context
+        self._codec = Codec(context.settings.allow_pickle)
+        self._segment = Segment()
+        self._table: list[Any] | None = None
+        self._seen_plan_id = 0
+        self._metrics: Mapping[str, Any] = {}
+        self._last_end_s = time.perf_counter()
+        self._was_busy = False
+        self._halt: RaycheckError | None = None
+        self._snapshotter = Snapshotter(
+            tree,
+            self._segment,
+            rank=context.rank,
+            world_size=context.world_size,
+            codec=self._codec,
+            overlap=context.settings.overlap,
+            on_layout=self._send_table,
+        )
+        try:
+            self._snapshotter.check()
+            self._link = AgentLink(
+                address=context.address,
+                segment=self._segment,
+                generation=context.generation,
+                rank=context.rank,
+                world_size=context.world_size,
+                on_reconnect=self._resend_table,
+            )
+        except BaseException:
+            self._snapshotter.close()
+            self._segment.close()
+            raise
+
+    # Restoring.
+
+    def restore(self) -> Restored | None:
+        """Restore what all ranks agree on; return what it was."""
+        started_s = time.perf_counter()
+        try:
+            restorer, ref = self._agree()
+            if restorer is not None and ref is not None:
+                restorer.load((ref.step, str(ref.generation)))
+                self.step_number = ref.step
+                self._segment.page.step = ref.step
+        except BaseException:
+            self.abandon()
+            raise
+        self._link.has_joined = True
+        self._link.send("joined")
+        self._last_end_s = time.perf_counter()
+        if ref is None:
+            return None
+        seconds = time.perf_counter() - started_s
+        if self._context.rank == 0:
+            logger.info(
+                "restored step %d of generation %d from storage in %.2f s",
+                ref.step,
+                ref.generation.number,
+                seconds,
+            )
+        return Restored(step=ref.step, generation=ref.generation.number, seconds=seconds, source="storage")
+
+    def _agree(self) -> tuple[Restorer | None, CheckpointRef | None]:
+        """Follow the coordinator's offers until all ranks hold verified bytes of one checkpoint."""
+        restorer: Restorer | None = None
+        while True:
+            message = self._next_message("the other ranks to restore")
+            match message["op"]:
+                case "offer":
+                    restorer = self._take_offer(message)
+                # A read of an earlier offer may end after the next offer has come.
+                case "read_done" if restorer is not None and message["ref"] == self._offered_fields:
+                    self._check_read(restorer, message["error"])
+                case "proceed":
+                    return restorer, self._offered
+                case "refuse":
+                    kind = CheckpointMismatchError if message["is_mismatch"] else CheckpointError
+                    raise kind(message["message"])
+
+    def _take_offer(self, message: dict[str, Any]) -> Restorer | None:
+        self._offered_fields = message["ref"]
+        if message["ref"] is None:
+            self._offered: CheckpointRef | None = None
+            self._report(None)
+            return None
+        step, number, id_, plan_id = message["ref"]
+        self._offered = CheckpointRef(step, GenerationId(number, id_), plan_id)
+        has_group = dist.is_initialized() and dist.get_world_size() == self._context.world_size > 1
+        try:
+            restorer = Restorer(
+                self.tree,
+                self._segment,
+                [Entry.from_row(row) for row in message["rows"]],
+                saved_world_size=message["world_size"],
+                rank=self._context.rank,
+                world_size=self._context.world_size,
+                codec=self._codec,
+                has_group=has_group,
+            )
+            reads = [dataclasses.astuple(read) for read in restorer.plan()]
+        except CheckpointMismatchError as error:
+            self._report(str(error), is_mismatch=True)
+            return None
+        except (CorruptCheckpointError, OSError) as error:
+            self._report(str(error))
+            return None
+        self._link.send("read", ref=message["ref"], reads=reads)
+        return restorer
+
+    def _check_read(self, restorer: Restorer, error: str | None) -> None:
+        if error is not None:
+            self._report(error)
+            return
+        try:
+            restorer.check()
+        except CheckpointMismatchError as mismatch:
+            self._report(str(mismatch), is_mismatch=True)
+        except CorruptCheckpointError as corrupt:
+            self._report(str(corrupt))
+        else:
+            self._report(None)
+
+    def _report(self, error: str | None, *, is_mismatch: bool = False) -> None:
+        self._link.send("report", ref=self._offered_fields, error=error, is_mismatch=is_mismatch)
+
+    def _next_message(self, what: str) -> dict[str, Any]:
+        """Return the next message that a waiting worker acts on. Blocks; says so now and then."""
+        waited_s = 0.0
+        while True:
+            message = self._link.receive(_WARN_EVERY_S)
+            if message is None:
+                waited_s += _WARN_EVERY_S
+                logger.warning("rank %d has waited %.0f s for %s", self._context.rank, waited_s, what)
+                continue
+            if message["op"] not in (RECONNECTED, "ended"):
+                return message
+
+    # Saving.
+
+    def step(self, metrics: Mapping[str, Any] | None) -> None:
+        """Count a step; take what is due."""
+        started_s = time.perf_counter()
+        self.step_number += 1
+        page = self._segment.page
+        page.step = self.step_number
+        if metrics is not None:
+            self._metrics = metrics
+        if self._link.has_mail:
+            self._read_mail()
+        self._report_outcome(self._snapshotter.settle(block=False))
+        plan = page.plan
+        if plan.id != self._seen_plan_id:
+            self._follow(plan)
+        ended_s = time.perf_counter()
+        stall_s = ended_s - started_s + self._snapshotter.take_waited_s()
+        is_busy = page.is_in_flight or self._snapshotter.is_pending
+        page.record_step(ended_s - self._last_end_s, stall_s, is_overlapped=is_busy or self._was_busy)
+        self._was_busy = is_busy
+        self._last_end_s = ended_s
+        if self._halt is not None:
+            raise self._halt
+
+    def _follow(self, plan: Plan) -> None:
+        if plan.step > self.step_number:
+            return
+        self._seen_plan_id = plan.id
+        if plan.step < self.step_number:
+            self._link.send("missed", plan_id=plan.id)
+            return
+        self._report_outcome(self._snapshotter.settle(block=True))
+        try:
+            self._snapshotter.begin(plan)
+        except (StateError, OSError) as error:
+            logger.warning("rank %d: no snapshot at step %d: %s", self._context.rank, self.step_number, error)
+            self._link.send("failed", plan_id=plan.id, reason=str(error))
+
+    def _report_outcome(self, outcome: Snapshot | Discarded | None) -> None:
+        match outcome:
+            case Snapshot():
+                self._link.send(
+                    "staged",
+                    plan=list(outcome.plan),
+                    num_bytes=outcome.num_bytes,
+                    stall_s=outcome.stall_s,
+                    replica_digest=outcome.replica_digest,
+                    metrics=_numbers(self._metrics),
+                )
+            case Discarded(plan, reason):
+                self._link.send("failed", plan_id=plan.id, reason=reason)
+
+    def save(self, *, block: bool) -> bool:
+        """Ask for a checkpoint; see `Checkpointer.save`."""
+        self._link.send("ask", step=self.step_number, is_waiting=block)
+        if not block:
+            return False
+        deadline_s = time.monotonic() + _SAVE_TOGETHER_S
+        while time.monotonic() < deadline_s:
+            end = None
+            for message in self._link.drain():
+                if message["op"] == "accept" and message["step"] == self.step_number:
+                    deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+                elif message["op"] == "ended" and message["plan"][1] == self.step_number:
+                    end = message
+                self._obey(message)
+            if end is not None:
+                if not end["is_committed"]:
+                    logger.warning("no checkpoint at step %d: %s", self.step_number, end["detail"])
+                return bool(end["is_committed"])
+            self._snapshot_here()
+        logger.warning(
+            "rank %d: save(block=True) at step %d returns without a checkpoint: not every rank has called it "
+            "at this step",
+            self._context.rank,
+            self.step_number,
+        )
+        return False
+
+    def close(self) -> None:
+        """Take part in a last checkpoint and wait for its end."""
+        self._report_outcome(self._snapshotter.settle(block=True))
+        self._link.send("closed", step=self.step_number)
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        is_finished = False
+        while not is_finished and self._halt is None and time.monotonic() < deadline_s:
+            for message in self._link.drain():
+                if message["op"] == RECONNECTED:
+                    self._link.send("closed", step=self.step_number)
+                is_finished |= message["op"] == "finish"
+                self._obey(message)
+            self._snapshot_here()
+        self.abandon()
+        if self._halt is not None:
+            raise self._halt
+        if not is_finished:
+            logger.warning("rank %d: the last checkpoint was not confirmed", self._context.rank)
+
+    def abandon(self) -> None:
+        """Let go of everything at once."""
+        self._link.close()
+        self._snapshotter.close()
+        self._segment.close()
+
+    def _snapshot_here(self) -> None:
+        """Take a snapshot if one is planned for the step at which this rank stands; waits a moment."""
+        plan = self._segment.page.plan
+        if plan.id != self._seen_plan_id:
+            self._follow(plan)
+        self._report_outcome(self._snapshotter.settle(block=True))
+        time.sleep(0.005)
+
+    def _read_mail(self) -> None:
+        for message in self._link.drain():
+            self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "keep_per_rank":
+                self._snapshotter.keep_per_rank()
+            case "halt":
+                kind = FencedError if message["is_fenced"] else SaveError
+                self._halt = kind(message["reason"])
+
+    def _send_table(self, image: ShardImage) -> None:
+        self._table = [entry.to_row() for entry in image.entries]
+        self._link.send("table", rows=self._table)
+
+    def _resend_table(self) -> None:
+        if self._table is not None:
+            self._link.send("table", rows=self._table)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers. Only now, at a snapshot, is a tensor read."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    return found
