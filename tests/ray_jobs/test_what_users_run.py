@@ -21,6 +21,11 @@ def first_program(path: Path) -> str:
     return re.search(r"```python\n(.*?)```", path.read_text(), re.DOTALL)[1]
 
 
+def test_the_readme_shows_the_minimal_example():
+    """One program, in one place."""
+    assert first_program(ROOT / "README.md") == (ROOT / "examples" / "minimal.py").read_text()
+
+
 def test_the_readmes_program_runs_and_has_nothing_to_do_the_second_time(ray_head, tmp_path):
     """What the first screen shows is a program that works as it is."""
     text = first_program(ROOT / "README.md").replace("/tmp/raycheck-readme", str(tmp_path / "storage"))
