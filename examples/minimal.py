@@ -10,9 +10,7 @@ def train_loop(config):
     model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     dataset = torch.utils.data.TensorDataset(torch.randn(1000, 8))
-    loader = raycheck.DataLoader(
-        dataset, batch_size=32, shuffle=True
-    )  # raycheck: resumable, elastic, exactly once
+    loader = raycheck.DataLoader(dataset, batch_size=32, shuffle=True)  # raycheck: exactly once
     ckpt = raycheck.attach(model=model, optimizer=optimizer, loader=loader)  # raycheck: restores in place
     for epoch in ckpt.epochs(3):  # raycheck: instead of range(3)
         for (batch,) in loader:
