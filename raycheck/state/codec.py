@@ -72,6 +72,8 @@ class Codec:
         if isinstance(value, torch.Tensor):
             return {_TAG: "tensor", "v": on_tensor(path, value)}
         if kind is list:
+            if all(type(item) is str for item in value):
+                return list(value)
             return [self.encode(item, f"{path}[{i}]", on_tensor) for i, item in enumerate(value)]
         if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
             return {key: self.encode(item, f"{path}.{key}", on_tensor) for key, item in value.items()}

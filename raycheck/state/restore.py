@@ -7,6 +7,7 @@ over the process group. So storage sends each byte about once per job.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -169,7 +170,9 @@ class Restorer:
         if chunk.shape != tuple(target.shape):
             target = target[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
         if chunk.num_bytes:
-            target.copy_(data.view(target.dtype).view(chunk.shape))
+            # An inference tensor may be written to in this mode alone.
+            with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+                target.copy_(data.view(target.dtype).view(chunk.shape))
 
     def _arena_bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:

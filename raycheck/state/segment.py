@@ -7,47 +7,85 @@ last descriptor, however the processes end.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 
 from raycheck.core.page import PAGE_BYTES, ControlPage
+from raycheck.errors import StateError
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class Segment:
-    """The worker's side of the segment. The agent holds only the descriptor."""
+    """The worker's side of the segment. The agent holds only the descriptor.
 
-    def __init__(self) -> None:
+    The arena begins ``arena_offset`` bytes into the file.
+
+    Args:
+        budget_bytes: The most that the arena may take; None: as much as it needs.
+    """
+
+    arena_offset = PAGE_BYTES
+
+    def __init__(self, *, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
         self.fd = os.memfd_create("raycheck", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
         self._page_map = self._map(PAGE_BYTES, offset=0)
         self.page = ControlPage(memoryview(self._page_map))
         self._arena_map: mmap.mmap | None = None
         self.arena_bytes = 0
+        self._is_touched = False
         self.address = 0
         """Where the arena begins in this process."""
 
-    def ensure(self, num_bytes: int) -> None:
-        """Make the arena at least this large and touch its pages; its content may be lost.
-
-        Blocks for the first touch, at some GB/s.
+    def check(self, num_bytes: int) -> None:
+        """Say whether an arena of this size is allowed.
 
         Raises:
+            StateError: If it exceeds the budget. Attributes: ``needed_bytes``, ``allowed_bytes``.
+        """
+        if self.budget_bytes is not None and num_bytes > self.budget_bytes:
+            raise StateError(
+                f"a snapshot needs {num_bytes} bytes of shared memory, and this rank may take "
+                f"{self.budget_bytes}: its share of what the node or its memory limit leaves free; "
+                "train with fewer ranks on each node, shard the state further, or raise the limit",
+                needed_bytes=num_bytes,
+                allowed_bytes=self.budget_bytes,
+            )
+
+    def ensure(self, num_bytes: int) -> None:
+        """Make the arena at least this large; its content may be lost. Returns at once.
+
+        Raises:
+            StateError: If it exceeds the budget; nothing has changed.
             OSError: If the memory cannot be had.
         """
         if num_bytes <= self.arena_bytes:
             return
+        self.check(num_bytes)
         os.ftruncate(self.fd, PAGE_BYTES + num_bytes)
         # The old mapping goes when its last user does.
         self._arena_map = self._map(num_bytes, offset=PAGE_BYTES)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._arena_map))
         self.arena_bytes = num_bytes
-        # Touched now, so that no snapshot pays for it; older kernels touch as they copy.
-        with contextlib.suppress(OSError, ValueError):
-            self._arena_map.madvise(_POPULATE_WRITE)
+        self._is_touched = False
+
+    def touch(self) -> None:
+        """Have the arena's pages made, if they are not: one call is cheaper than a fault for each.
+
+        Blocks, at some GB/s, without the interpreter lock; so it belongs into
+        a thread. A kernel that does not know this makes pages as they are written.
+        """
+        # Held, since the training thread may replace the mapping meanwhile.
+        arena, address, num_bytes = self._arena_map, self.address, self.arena_bytes
+        if not self._is_touched and arena is not None:
+            _libc.madvise(address, num_bytes, _POPULATE_WRITE)
+            self._is_touched = self._arena_map is arena
 
     @property
     def arena(self) -> memoryview:
@@ -55,10 +93,14 @@ class Segment:
         return memoryview(self._arena_map) if self._arena_map is not None else memoryview(bytearray())
 
     def close(self) -> None:
-        """Give up the descriptor. The memory goes with the last mapping and descriptor."""
+        """Give up descriptor and arena. The memory goes with the last mapping and descriptor.
+
+        The control page stays readable for as long as this object lives.
+        """
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        self._arena_map, self.arena_bytes, self.address = None, 0, 0
 
     def _map(self, num_bytes: int, *, offset: int) -> mmap.mmap:
         mapping = mmap.mmap(self.fd, num_bytes, mmap.MAP_SHARED, offset=offset)

@@ -4,47 +4,42 @@ What only a registered optimizer changes is copied by a thread while the next
 forward and backward run; the optimizer's pre-step hook waits for it.
 Everything else is copied before `begin` returns. The verdict on a snapshot is
 given by the training thread alone, at the first hook or step after the copy
-has ended: no version has moved and, for each tensor, 64 bytes are the same
-live and copied. The hook is the guard; these checks are the second line, for
-updates that bypass it.
+has ended: no version has moved and no canary has changed. The hook is the
+guard; these checks are the second line, for updates that bypass it. A change
+of a few elements that neither an optimizer's step nor a version tells of can
+pass them: code that does that needs ``overlap=False``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import crc32c
+import numpy as np
 import torch
 
-from raycheck.core.layout import Chunk, ShardImage, shard_image
+from raycheck.core.layout import ShardImage
 from raycheck.core.page import Plan
-from raycheck.core.plan import TensorSpec, deal
 from raycheck.errors import StateError
+from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
+from raycheck.state.live import UNTRACKED, Acquaintance, Live, versions_of
+from raycheck.state.placement import VALUES, Placement, Way, rows_of
+from raycheck.state.replica import Sample, digest_of, sample_of
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
+from raycheck.state.spans import Addresses, Scratch, copy_span, gather
 from raycheck.state.tree import Capture, StateTree, take_tensors
 
 logger = logging.getLogger("raycheck")
 
-VALUES = "values"
-"""The entry that holds a rank's plain values, as JSON padded with spaces."""
-
-_CANARY_BYTES = 64
-_COPY_PIECE_BYTES = 16 << 20
-_NUM_SAMPLES = 16
-_MIN_VALUES_BYTES = 4096
-
-_libc = ctypes.CDLL(None)
-_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcpy.restype = ctypes.c_void_p
+_MIN_VALUES_BYTES = 16 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,39 +61,34 @@ class Discarded:
 
 
 @dataclasses.dataclass(slots=True)
-class _Copy:
-    """One chunk's way into the arena."""
-
-    name: str
-    source: torch.Tensor
-    """An alias of the live memory, rows of the chunk only."""
-
-    whole: torch.Tensor
-    """An alias of the live tensor, for its version."""
-
-    version: int
-    begin: int
-    num_bytes: int
-
-    @property
-    def is_flat(self) -> bool:
-        return self.source.device.type == "cpu" and self.source.is_contiguous()
-
-
 class _Pending:
-    """A snapshot between `begin` and its verdict."""
+    """A snapshot between `begin` and its verdict.
 
-    def __init__(
-        self, plan: Plan, deferred: list[_Copy], samples: list[torch.Tensor], stall_s: float
-    ) -> None:
-        self.plan = plan
-        self.deferred = deferred
-        self.samples = samples
-        self.stall_s = stall_s
-        self.copied = threading.Event()
-        self.error: BaseException | None = None
-        self.replica_digest = ""
-        self.hook_has_fired = False
+    It keeps the memory alive that is being copied, also where a parameter's
+    ``.data`` is replaced meanwhile, and lets go of it with the verdict.
+    """
+
+    plan: Plan
+    way: Way
+    sources: Addresses
+    """Per chunk of the placement."""
+
+    live: Live
+    tensors: list[torch.Tensor]
+    """The live tensors behind ``way``."""
+
+    versions: list[int]
+    memory: list[torch.UntypedStorage]
+    canaries: Canaries
+    sample: Sample | None
+    torn: list[int] = dataclasses.field(default_factory=list)
+    """Positions in ``way.flat`` whose copies differ from what was there at the boundary."""
+
+    copied: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: BaseException | None = None
+    replica_digest: str = ""
+    stall_s: float = 0.0
+    hook_has_fired: bool = False
 
 
 class Snapshotter:
@@ -112,6 +102,8 @@ class Snapshotter:
         codec: For plain values.
         overlap: Whether to copy while the next forward and backward run.
         on_layout: Called with a new image before the first snapshot that uses it.
+        budget_bytes: The most shared memory that the segment may take; None:
+            what it was made with.
     """
 
     def __init__(
@@ -124,29 +116,33 @@ class Snapshotter:
         codec: Codec,
         overlap: bool,
         on_layout: Callable[[ShardImage], None],
+        budget_bytes: int | None = None,
     ) -> None:
         self._tree = tree
         self._segment = segment
+        if budget_bytes is not None:
+            segment.budget_bytes = budget_bytes
         self._rank = rank
         self._world_size = world_size
         self._codec = codec
         self._on_layout = on_layout
         self._keeps_per_rank = False
-        self._signature: tuple[Any, ...] | None = None
-        self._image: ShardImage | None = None
-        self._chunks: list[Chunk] = []
-        self._values_bytes = 0
-        self._is_first_of_layout = True
+        self._placement: Placement | None = None
+        self._known: Acquaintance | None = None
         self._eager_names: set[str] = set()
         self._pending: _Pending | None = None
-        self._jobs: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._overlap = overlap
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_optimizer_step)
-            for optimizer in (tree.optimizers if overlap else ())
-        ]
         self._finished: list[Snapshot | Discarded] = []
         self._waited_s = 0.0
+        self._overlap = overlap
+        # One each, since both threads use theirs at the same time.
+        self._scratch, self._copy_scratch = Scratch(), Scratch()
+        # A compiled step breaks its graph here: traced, the hook would run once.
+        hook: Callable[..., None] = torch.compiler.disable(self._before_optimizer_step)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            optimizer.register_step_pre_hook(hook) for optimizer in (tree.optimizers if overlap else ())
+        ]
+        self._num_steps_seen = 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._copy_loop, name="raycheck-copy", daemon=True)
         self._thread.start()
 
@@ -157,13 +153,17 @@ class Snapshotter:
     def check(self) -> None:
         """Try everything that can be tried without copying.
 
+        State that an optimizer makes at its first step is not there yet, so
+        the budget is checked for what there is.
+
         Raises:
-            StateError: If something in the state cannot be saved; names its path.
+            StateError: If something in the state cannot be saved, names its
+                path; or if it exceeds the budget.
         """
         capture = self._tree.capture()
-        self._take_values(capture)
-        for name, tensor in (*capture.shared.items(), *capture.own.items()):
-            _check_storable(name, tensor)
+        values = self._take_values(capture)
+        live = Live.of(capture)
+        self._segment.check(self._place(live, Acquaintance(live), len(values)).image.num_bytes)
 
     @property
     def is_pending(self) -> bool:
@@ -173,36 +173,28 @@ class Snapshotter:
     def begin(self, plan: Plan) -> float:
         """Start the snapshot for ``plan``. The caller is at its step boundary.
 
-        Blocks for the copy of what cannot wait. An earlier snapshot must have
-        been settled.
+        Blocks for the copy of what cannot wait, and about a microsecond per
+        tensor. An earlier snapshot must have been settled.
 
         Returns:
             Seconds that it blocked.
 
         Raises:
-            StateError: If something in the state cannot be saved.
+            StateError: If something in the state cannot be saved, or exceeds the budget.
             OSError: If the memory cannot be had.
         """
         assert self._pending is None, "the snapshot before was not settled"
         started_s = time.perf_counter()
         capture = self._tree.capture()
         values = self._take_values(capture)
-        self._lay_out(capture, len(values))
-        assert self._image is not None
-        eager, deferred = self._copies(capture, plan)
-        self._write_values(values)
-        for copy in eager:
-            self._copy(copy)
-        samples = [] if self._keeps_per_rank else self._samples(capture, plan)
-        pending = _Pending(plan, deferred, samples, 0.0)
+        live = Live.of(capture)
+        placement = self._lay_out(live, len(values))
+        self._write_values(placement, values)
+        pending = self._copy_what_cannot_wait(placement, live, capture, plan)
         self._pending = pending
-        self._is_first_of_layout = False
-        if deferred or samples:
-            self._jobs.put(pending)
-            if not self._overlap:
-                pending.copied.wait()
-        else:
-            pending.copied.set()
+        self._jobs.put(functools.partial(self._copy_deferred, pending))
+        if not self._overlap:
+            pending.copied.wait()
         pending.stall_s = time.perf_counter() - started_s
         return pending.stall_s
 
@@ -233,22 +225,44 @@ class Snapshotter:
         """Remove the hooks and stop the copy thread. A pending snapshot is dropped."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         self._jobs.put(None)
         self._thread.join()
         self._pending = None
+        self._scratch.close()
+        self._copy_scratch.close()
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        if self._pending is None:
-            return
-        self._pending.hook_has_fired = True
+        pending = self._pending
         started_s = time.perf_counter()
-        self._pending.copied.wait()
-        waited_s = time.perf_counter() - started_s
-        self._pending.stall_s += waited_s
-        self._waited_s += waited_s
+        if pending is None:
+            self._num_steps_seen += 1
+            if self._num_steps_seen == 2 * len(self._hooks) and self._placement is None:
+                self._prepare()
+                self._waited_s += time.perf_counter() - started_s
+            return
+        pending.hook_has_fired = True
+        pending.copied.wait()
         outcome = self.settle(block=True)
+        waited_s = time.perf_counter() - started_s
+        self._waited_s += waited_s
+        if isinstance(outcome, Snapshot):
+            outcome = dataclasses.replace(outcome, stall_s=outcome.stall_s + waited_s)
         if outcome is not None:
             self._finished.append(outcome)
+
+    def _prepare(self) -> None:
+        """Make the arena while training goes on, so that the first snapshot is like any other.
+
+        At the second step of the optimizers their state is there.
+        """
+        capture = self._tree.capture()
+        try:
+            values = self._take_values(capture)
+            self._lay_out(Live.of(capture), len(values))
+        except (StateError, OSError):
+            return  # the snapshot will say so
+        self._jobs.put(self._segment.touch)
 
     def _take_values(self, capture: Capture) -> bytes:
         values = {**capture.values, "rng": capture_rng()}
@@ -256,115 +270,141 @@ class Snapshotter:
         coded = {name: self._codec.encode(value, name, on_tensor) for name, value in values.items()}
         return self._codec.to_bytes(coded)
 
-    def _lay_out(self, capture: Capture, values_bytes: int) -> None:
-        """Make a new image if a name, shape or dtype has changed."""
-        for name, tensor in (*capture.shared.items(), *capture.own.items()):
-            _check_storable(name, tensor)
-        signature = (
-            self._keeps_per_rank,
-            tuple((n, t.dtype, t.shape) for n, t in capture.shared.items()),
-            tuple((n, t.dtype, t.shape) for n, t in capture.own.items()),
+    def _lay_out(self, live: Live, values_bytes: int) -> Placement:
+        """Return the placement of ``live``, with room for it; a new one if anything has changed."""
+        present, known = self._placement, self._known
+        # Without overlap nobody would look again at what is only recognised.
+        if (
+            self._overlap
+            and present is not None
+            and known is not None
+            and known.recognises(live)
+            and present.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank)
+        ):
+            return present
+        known = Acquaintance(live, known)
+        placement = self._place(live, known, values_bytes)
+        if placement is not present:
+            image = placement.image
+            self._segment.ensure(image.num_bytes)
+            self._segment.arena[: len(image.header)] = image.header
+            self._on_layout(image)
+        self._placement, self._known = placement, known
+        return placement
+
+    def _place(self, live: Live, known: Acquaintance, values_bytes: int) -> Placement:
+        present = self._placement
+        if present is not None:
+            has_room = present.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank)
+            if has_room and present.fits(known):
+                return present
+            values_bytes = max(values_bytes, present.values_bytes)
+        return Placement(
+            live,
+            known,
+            rank=self._rank,
+            world_size=self._world_size,
+            keeps_per_rank=self._keeps_per_rank,
+            values_bytes=_with_room(values_bytes),
         )
-        if signature == self._signature and values_bytes <= self._values_bytes:
-            return
-        if values_bytes > self._values_bytes:
-            # Room to grow, so that a longer list does not make a layout each time.
-            self._values_bytes = max(_MIN_VALUES_BYTES, 1 << (values_bytes * 9 // 8).bit_length())
-        shared = [] if self._keeps_per_rank else [_spec(n, t) for n, t in capture.shared.items()]
-        own = {**capture.shared, **capture.own} if self._keeps_per_rank else capture.own
-        chunks = list(deal(shared, self._world_size)[self._rank])
-        for name, tensor in own.items():
-            rows = tensor.shape[0] if tensor.dim() else 1
-            chunks.append(dataclasses.replace(_spec(name, tensor).rows(0, rows), owner=self._rank))
-        size = (self._values_bytes,)
-        chunks.append(Chunk(VALUES, "uint8", 1, size, (0,), size, self._rank))
-        image = shard_image(chunks, rank=self._rank)
-        self._segment.ensure(image.num_bytes)
-        self._segment.arena[: len(image.header)] = image.header
-        self._on_layout(image)
-        self._signature, self._image, self._chunks = signature, image, chunks
-        self._is_first_of_layout = True
 
-    def _copies(self, capture: Capture, plan: Plan) -> tuple[list[_Copy], list[_Copy]]:
-        """Return the copies to make now, and those that may wait for the optimizer."""
-        assert self._image is not None
-        eager: list[_Copy] = []
-        deferred: list[_Copy] = []
-        for chunk, entry in zip(self._chunks, self._image.entries, strict=True):
-            if chunk.name == VALUES:
-                continue
-            live = capture.shared[chunk.name] if chunk.name in capture.shared else capture.own[chunk.name]
-            # An alias taken at the boundary survives ``.data =``.
-            whole = live.detach()
-            source = whole
-            if chunk.shape != tuple(whole.shape):
-                source = whole[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
-            copy = _Copy(chunk.name, source, whole, live._version, entry.begin, entry.num_bytes)
-            may_wait = (
-                chunk.name in capture.deferrable and chunk.name not in self._eager_names and copy.is_flat
-            )
-            (deferred if may_wait and self._overlap else eager).append(copy)
-        return eager, deferred
+    def _write_values(self, placement: Placement, values: bytes) -> None:
+        begin, num_bytes = placement.values_begin, placement.values_bytes
+        self._segment.arena[begin : begin + num_bytes] = values.ljust(num_bytes)
 
-    def _write_values(self, values: bytes) -> None:
-        assert self._image is not None
-        entry = self._image.entries[-1]
-        self._segment.arena[entry.begin : entry.begin + entry.num_bytes] = values.ljust(entry.num_bytes)
-
-    def _samples(self, capture: Capture, plan: Plan) -> list[torch.Tensor]:
-        """Return the elements whose digest all ranks must agree on.
-
-        All of the shared state at a layout's first snapshot, then a rotating
-        sixteenth, the same one on every rank.
-        """
-        tensors = [tensor.detach() for tensor in capture.shared.values()]
-        if self._is_first_of_layout:
-            return tensors
-        total = sum(tensor.numel() for tensor in tensors)
-        sample = plan.id % _NUM_SAMPLES
-        low, high = total * sample // _NUM_SAMPLES, total * (sample + 1) // _NUM_SAMPLES
-        picked, begin = [], 0
-        for tensor in tensors:
-            first, end = max(low - begin, 0), min(high - begin, tensor.numel())
-            if first < end:
-                picked.append(tensor.reshape(-1)[first:end])
-            begin += tensor.numel()
-        return picked
+    def _copy_what_cannot_wait(
+        self, placement: Placement, live: Live, capture: Capture, plan: Plan
+    ) -> _Pending:
+        versions = versions_of(live.tensors)
+        waiting = capture.deferrable if self._overlap else set()
+        if self._eager_names:
+            waiting = waiting - self._eager_names
+        may_wait = np.fromiter((name in waiting for name in live.names), np.bool_, len(live.names))
+        if UNTRACKED in versions:
+            may_wait &= np.array(versions) != UNTRACKED
+        assert self._known is not None
+        eager, deferred = placement.ways(self._known.are_flat, may_wait)
+        sources = self._known.addresses[placement.tensor_index] + placement.source_offset
+        self._copy(placement, eager, sources)
+        for index in eager.other.tolist():
+            self._copy_other(placement, index, live.tensors[placement.tensor_index[index]])
+        owners = placement.tensor_index[deferred.flat].tolist()
+        tensors = [live.tensors[owner] for owner in owners]
+        is_compared = self._world_size > 1 and not self._keeps_per_rank
+        return _Pending(
+            plan=plan,
+            live=live,
+            way=deferred,
+            sources=sources,
+            tensors=tensors,
+            versions=[versions[owner] for owner in owners],
+            memory=[tensor.untyped_storage() for tensor in tensors],
+            canaries=Canaries(
+                sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id, self._scratch
+            ),
+            sample=sample_of(live, plan.id) if is_compared else None,
+        )
 
     def _copy_loop(self) -> None:
-        while (pending := self._jobs.get()) is not None:
-            try:
-                for copy in pending.deferred:
-                    self._copy(copy)
-                pending.replica_digest = _digest(pending.samples)
-            except BaseException as error:  # noqa: BLE001  the training thread must not wait forever
-                pending.error = error
-            finally:
-                pending.samples = []
-                pending.copied.set()
+        while (job := self._jobs.get()) is not None:
+            job()
+            # It holds tensors, and the next one may be long in coming.
+            del job
 
-    def _copy(self, copy: _Copy) -> None:
-        if copy.num_bytes == 0:
-            return
-        if copy.is_flat:
-            source, target = copy.source.data_ptr(), self._segment.address + copy.begin
-            for at in range(0, copy.num_bytes, _COPY_PIECE_BYTES):
-                # ctypes gives up the interpreter lock for the call.
-                _libc.memcpy(target + at, source + at, min(_COPY_PIECE_BYTES, copy.num_bytes - at))
-            return
-        self._arena_tensor(copy).copy_(copy.source)
+    def _copy_deferred(self, pending: _Pending) -> None:
+        try:
+            self._copy_what_could_wait(pending)
+        except BaseException as error:  # noqa: BLE001  the training thread must not wait forever
+            pending.error = error
+        finally:
+            pending.sample = None
+            pending.copied.set()
 
-    def _arena_tensor(self, copy: _Copy) -> torch.Tensor:
-        window = self._segment.arena[copy.begin : copy.begin + copy.num_bytes]
-        return torch.frombuffer(window, dtype=copy.source.dtype).view(copy.source.shape)
+    def _copy_what_could_wait(self, pending: _Pending) -> None:
+        """Copy, and check what need not cost the training thread time."""
+        placement = self._placement
+        assert placement is not None
+        assert self._known is not None
+        self._segment.touch()
+        self._copy(placement, pending.way, pending.sources)
+        # Nobody else writes to the arena.
+        copies = placement.begin[pending.way.flat] + np.uint64(self._segment.address)
+        pending.torn = pending.canaries.differing(copies, self._copy_scratch)
+        if pending.sample is not None:
+            pending.replica_digest = digest_of(pending.sample, self._copy_scratch)
+        if not self._known.holds_for(pending.live.tensors):
+            # Seen by the next `begin`, which looks at everything afresh.
+            self._known = None
+            raise RuntimeError("a tensor got another shape or dtype in place")
+
+    def _copy(self, placement: Placement, way: Way, sources: Addresses) -> None:
+        """Copy what a way copies by address."""
+        arena = self._segment.address
+        for target, source, num_bytes in zip(
+            placement.begin[way.large].tolist(),
+            sources[way.large].tolist(),
+            placement.num_bytes[way.large].tolist(),
+            strict=True,
+        ):
+            copy_span(arena + target, source, num_bytes)
+        for run in way.runs:
+            offset = self._segment.arena_offset + int(placement.begin[run[0]])
+            gather(self._segment.fd, offset, sources[run], placement.num_bytes[run])
+
+    def _copy_other(self, placement: Placement, index: int, tensor: torch.Tensor) -> None:
+        source = rows_of(tensor.detach(), placement.chunks[index])
+        begin, num_bytes = int(placement.begin[index]), int(placement.num_bytes[index])
+        window = self._segment.arena[begin : begin + num_bytes]
+        torch.frombuffer(window, dtype=source.dtype).view(source.shape).copy_(source)
 
     def _judge(self, pending: _Pending) -> Snapshot | Discarded:
+        assert self._placement is not None
         if pending.error is not None:
             return Discarded(pending.plan, f"the copy failed: {pending.error!r}")
-        torn = [copy.name for copy in pending.deferred if not self._is_intact(copy)]
+        torn = self._torn_names(pending, self._placement)
         if not torn:
-            assert self._image is not None
-            return Snapshot(pending.plan, pending.stall_s, self._image.num_bytes, pending.replica_digest)
+            num_bytes = self._placement.image.num_bytes
+            return Snapshot(pending.plan, pending.stall_s, num_bytes, pending.replica_digest)
         if pending.hook_has_fired:
             self._eager_names.update(torn)
             remedy = "it is copied before step() returns from now on"
@@ -382,38 +422,19 @@ class Snapshotter:
         )
         return Discarded(pending.plan, f"{torn[0]} changed while it was copied")
 
-    def _is_intact(self, copy: _Copy) -> bool:
-        if copy.whole._version != copy.version:
-            return False
-        if not copy.is_flat:
-            return True
-        length = min(_CANARY_BYTES, copy.num_bytes)
-        at = (copy.num_bytes - length) // 2
-        live = ctypes.string_at(copy.source.data_ptr() + at, length)
-        return live == ctypes.string_at(self._segment.address + copy.begin + at, length)
+    def _torn_names(self, pending: _Pending, placement: Placement) -> list[str]:
+        torn = {*pending.torn, *pending.canaries.changed(self._scratch)}
+        versions = versions_of(pending.tensors)
+        if versions != pending.versions:
+            moved = zip(versions, pending.versions, strict=True)
+            torn |= {position for position, (now, then) in enumerate(moved) if now != then}
+        chunks = pending.way.flat
+        return [placement.chunks[chunks[position]].name for position in sorted(torn)]
 
 
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tensor.element_size(), tuple(tensor.shape))
+def _with_room(values_bytes: int) -> int:
+    """Return the room to reserve, so that a longer list does not make a layout each time."""
+    return max(_MIN_VALUES_BYTES, 1 << (values_bytes - 1).bit_length())
 
 
-def _check_storable(name: str, tensor: torch.Tensor) -> None:
-    kind = "meta" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else None
-    if tensor.is_quantized:
-        kind = "quantized"
-    if kind is not None:
-        raise StateError(
-            f"{name} is a {kind} tensor, which cannot be saved; leave it out of the state", key=name
-        )
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    crc = 0
-    for tensor in tensors:
-        flat = tensor.cpu().contiguous().reshape(-1)
-        num_bytes = flat.numel() * flat.element_size()
-        if num_bytes:
-            # No copy: the checksum reads the tensor's own memory, without the interpreter lock.
-            crc = crc32c.crc32c((ctypes.c_char * num_bytes).from_address(flat.data_ptr()), crc)
-    return f"{crc:08x}"
+__all__ = ["VALUES", "Discarded", "Snapshot", "Snapshotter"]

@@ -8,15 +8,16 @@ those of the unwrapped model: no ``module.``, no ``_orig_mod.``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from raycheck.errors import CheckpointMismatchError, StateError
+from raycheck.state.modules import ModuleWalk
 
-_WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EXTRA_STATE = "_extra_state"
+_TIES = "*ties"
 
 RESERVED = ("optional", "rng", "values")
 """Keywords that attach() or the checkpoint itself takes."""
@@ -37,6 +38,9 @@ class Capture:
 
     deferrable: set[str] = dataclasses.field(default_factory=set)
     """Names that only a registered optimizer changes: they may be copied until its next step."""
+
+    parameter_names: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Names of the modules' parameters by id: an optimizer's state goes by them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,22 +81,22 @@ class StateTree:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         self.values = {key: value for key, value in state.items() if _is_immutable(value)}
         """Plain immutable values by keyword; assign here to change what is saved."""
 
-        self.parts: list[Part] = []
-        for key, value in state.items():
+        for key in state:
             _check_keyword(key)
-            self.parts.append(self._part(key, value, modules))
+        self._modules = [
+            ModulePart(key, value) for key, value in state.items() if isinstance(value, torch.nn.Module)
+        ]
+        by_name = {part.name: part for part in self._modules}
+        self.parts: list[Part] = [by_name.get(key) or self._part(key, value) for key, value in state.items()]
         self.stateful = [value for value in state.values() if callable(getattr(value, "state_dict", None))]
         self.optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
 
-    def _part(self, key: str, value: Any, modules: Mapping[str, torch.nn.Module]) -> Part:
-        if isinstance(value, torch.nn.Module):
-            return ModulePart(key, value)
+    def _part(self, key: str, value: Any) -> Part:
         if isinstance(value, torch.optim.Optimizer):
-            return OptimizerPart(key, value, modules)
+            return OptimizerPart(key, value, self._modules)
         if isinstance(value, torch.Tensor):
             return TensorPart(key, value)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
@@ -110,11 +114,9 @@ class StateTree:
     def capture(self) -> Capture:
         """Return references to the present state. Called by the training thread at a step boundary."""
         out = Capture()
-        for part in self.parts:
+        # Modules first: they have the names that optimizers go by.
+        for part in sorted(self.parts, key=lambda part: not isinstance(part, ModulePart)):
             part.capture(out)
-        # Only what an optimizer of ours steps is guarded by its hook.
-        stepped = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        out.deferrable |= {name for name, tensor in out.shared.items() if id(tensor) in stepped}
         return out
 
     def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
@@ -139,13 +141,13 @@ class StateTree:
         return found
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Ask every object that can tell, by a method ``check_state_dict``, whether it could load.
+        """Ask every part that can tell whether it could load: modules, objects with ``check_state_dict``.
 
         Raises:
             CheckpointMismatchError: If one could not. Nothing live has changed.
         """
         for part in self.parts:
-            if isinstance(part, StatefulPart) and part.name in values:
+            if isinstance(part, ModulePart | StatefulPart) and part.name in values:
                 part.check(values[part.name])
 
     def load(self, values: Mapping[str, Any], restored: Mapping[str, torch.Tensor]) -> None:
@@ -181,106 +183,103 @@ class ModulePart:
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name = name
-        self._module = module
+        self._walk = ModuleWalk(name, module)
 
     def capture(self, out: Capture) -> None:
         """Add the parameters as shared, the buffers as own."""
-        for name, tensor, is_parameter in self._tensors():
-            (out.shared if is_parameter else out.own)[name] = tensor
-        extra = {
-            name: module.get_extra_state()
-            for name, module in unwrapped_modules(self._module, self.name)
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        }
-        out.values[self.name] = extra
+        found = self._walk.look()
+        out.shared.update(found.parameters)
+        out.own.update(found.buffers)
+        out.parameter_names.update((id(tensor), name) for name, tensor in found.parameters.items())
+        values: dict[str, Any] = {name: module.get_extra_state() for name, module in found.with_extra_state}
+        if found.ties:
+            values[_TIES] = found.ties
+        out.values[self.name] = values
 
     def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
         """Return parameters and buffers by name."""
-        live = {name: tensor for name, tensor, _ in self._tensors()}
-        return _match(live, {n: t for n, t in saved.items() if _EXTRA_STATE not in n})
+        found = self._walk.look()
+        wanted = {n: t for n, t in saved.items() if _EXTRA_STATE not in n}
+        return _match({**found.parameters, **found.buffers}, wanted, found.ties)
+
+    def check(self, values: Any) -> None:
+        """Compare the ties: with others, a tensor would silently get what another one had.
+
+        Raises:
+            CheckpointMismatchError: If they differ. Nothing live has changed.
+        """
+        saved: dict[str, str] = (values or {}).get(_TIES, {})
+        live = self._walk.look().ties
+        problems = [
+            f"tied: {name} is {_tie(saved.get(name))} in the checkpoint and {_tie(live.get(name))} here"
+            for name in sorted({*saved, *live})
+            if saved.get(name) != live.get(name)
+        ]
+        if problems:
+            raise mismatch(problems)
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Put back extra state."""
-        for name, module in unwrapped_modules(self._module, self.name):
+        for name, module in self._walk.look().with_extra_state:
             if values and name in values:
                 module.set_extra_state(values[name])
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        seen: set[int] = set()
-        for prefix, module in unwrapped_modules(self._module, self.name):
-            for name, parameter in module._parameters.items():
-                # A tied parameter is stored once, under its first name.
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{prefix}.{name}", parameter, True
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}", buffer, False
+    def parameter_names(self) -> dict[int, str]:
+        """Return the name of each parameter by its id."""
+        return {id(parameter): name for name, parameter in self._walk.look().parameters.items()}
 
 
-def unwrapped_modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every submodule once with its name below ``prefix``, looking through wrappers."""
-    yield from _walk(module, prefix, set())
-
-
-def _walk(module: torch.nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
-    module = _unwrap(module)
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, f"{prefix}.{name}", seen)
-
-
-def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    while True:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            module = module.module
-            continue
-        for attribute in _WRAPPER_ATTRIBUTES:
-            if attribute in module._modules:
-                inner = module._modules[attribute]
-                assert inner is not None
-                module = inner
-                break
-        else:
-            return module
+def _tie(first_name: str | None) -> str:
+    return f"tied to {first_name}" if first_name else "a tensor of its own"
 
 
 class OptimizerPart:
     """An optimizer's state, keyed by parameter name, and its groups' options."""
 
-    def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
-    ) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Sequence[ModulePart]) -> None:
         self.name = name
         self._optimizer = optimizer
         self._modules = modules
+        self._field_names: dict[str, tuple[tuple[str, ...], list[str]]] = {}
 
     def capture(self, out: Capture) -> None:
-        """Add the state's tensors as shared, its other values and the groups as values."""
-        names = self._parameter_names()
-        state: dict[str, dict[str, Any]] = {}
-        for parameter, fields in self._optimizer.state.items():
-            parameter_name = names[id(parameter)]
-            for key, value in fields.items():
-                if isinstance(value, torch.Tensor):
-                    name = f"{self.name}.{parameter_name}.{key}"
-                    out.shared[name] = value
-                    out.deferrable.add(name)
-                else:
-                    state.setdefault(parameter_name, {})[key] = value
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [names[id(parameter)] for parameter in group["params"]],
-            }
-            for group in self._optimizer.param_groups
-        ]
+        """Add the state's tensors as shared, its other values and the groups as values.
+
+        What this optimizer steps is deferrable: its hook guards it.
+        """
+        names: dict[int, str] = {}
+        groups = []
+        for g, group in enumerate(self._optimizer.param_groups):
+            parameters = [_name_of(p, out.parameter_names, g, i) for i, p in enumerate(group["params"])]
+            names.update(zip(map(id, group["params"]), parameters, strict=True))
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": parameters})
+        out.deferrable.update(out.shared.keys() & names.values())
         # No keyword of attach() has a star: these names cannot meet a parameter's.
-        out.values[self.name] = {"*state": state, "*groups": groups}
+        out.values[self.name] = {"*state": self._capture_state(out, names), "*groups": groups}
+
+    def _capture_state(self, out: Capture, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+        others: dict[str, dict[str, Any]] = {}
+        for parameter, fields in self._optimizer.state.items():
+            parameter_name = names.get(id(parameter))
+            if parameter_name is None:  # left over: no group has this parameter any more
+                continue
+            full_names = self._join(parameter_name, tuple(fields))
+            out.deferrable.update(full_names)
+            for name, key, value in zip(full_names, fields, fields.values(), strict=True):
+                if isinstance(value, torch.Tensor):
+                    out.shared[name] = value
+                else:
+                    others.setdefault(parameter_name, {})[key] = value
+        return others
+
+    def _join(self, parameter_name: str, keys: tuple[str, ...]) -> list[str]:
+        """Return the full names of a parameter's fields; joined again only when the fields change."""
+        known = self._field_names.get(parameter_name)
+        if known is None or known[0] != keys:
+            known = keys, [f"{self.name}.{parameter_name}.{key}" for key in keys]
+            self._field_names[parameter_name] = known
+        return known[1]
 
     def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
         """Return a tensor for each saved one; state that is not there yet is made, with no dummy step."""
@@ -336,18 +335,17 @@ class OptimizerPart:
         return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
     def _named_parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        names = {
-            id(tensor): name
-            for key, module in self._modules.items()
-            for name, tensor, is_parameter in ModulePart(key, module)._tensors()
-            if is_parameter
-        }
+        known: dict[int, str] = {}
+        for part in self._modules:
+            known |= part.parameter_names()
         for g, group in enumerate(self._optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
-                yield parameter, names.get(id(parameter), f"param[{g}][{i}]")
+                yield parameter, _name_of(parameter, known, g, i)
 
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for parameter, name in self._named_parameters()}
+
+def _name_of(parameter: torch.Tensor, known: Mapping[int, str], group: int, index: int) -> str:
+    """Return a parameter's name in its module, or its place if it is in none of ours."""
+    return known.get(id(parameter)) or f"param[{group}][{index}]"
 
 
 class TensorPart:
@@ -457,13 +455,17 @@ def _fits(live: torch.Tensor, saved: SavedTensor) -> bool:
     return tuple(live.shape) == saved.shape and live.dtype == saved.dtype
 
 
-def _match(live: Mapping[str, torch.Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
+def _match(
+    live: Mapping[str, torch.Tensor], saved: Mapping[str, SavedTensor], ties: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
     problems = [
         f"missing: {name} is in the model and not in the checkpoint" for name in live if name not in saved
     ]
-    problems += [
-        f"unexpected: {name} is in the checkpoint and not in the model" for name in saved if name not in live
-    ]
+    for name in saved:
+        if ties and name in ties:
+            problems.append(f"tied: {name} is {_tie(None)} in the checkpoint and {_tie(ties[name])} here")
+        elif name not in live:
+            problems.append(f"unexpected: {name} is in the checkpoint and not in the model")
     for name in live.keys() & saved.keys():
         if not _fits(live[name], saved[name]):
             was, now = saved[name], live[name]

@@ -10,85 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from raycheck.core.layout import Entry
-from raycheck.core.page import Plan
 from raycheck.errors import CheckpointMismatchError, StateError
 from raycheck.state.codec import Codec
-from raycheck.state.restore import Restorer
-from raycheck.state.segment import Segment
-from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
+from raycheck.state.snapshot import Discarded, Snapshot
 from raycheck.state.tree import StateTree
-
-
-class Rank:
-    """One rank's worker side, with its shards kept in memory instead of a store."""
-
-    def __init__(self, rank=0, world_size=1, *, overlap=True, codec=None, **state):
-        self.rank, self.world_size, self.state = rank, world_size, state
-        self.codec = codec or Codec()
-        self.tree = StateTree(state)
-        self.segment = Segment()
-        self.images = []
-        self.snapshotter = Snapshotter(
-            self.tree,
-            self.segment,
-            rank=rank,
-            world_size=world_size,
-            codec=self.codec,
-            overlap=overlap,
-            on_layout=self.images.append,
-        )
-        self.num_plans = 0
-
-    def begin(self):
-        self.num_plans += 1
-        self.snapshotter.begin(Plan(self.num_plans, self.num_plans))
-
-    def save(self) -> tuple[bytes, tuple[Entry, ...]]:
-        self.begin()
-        outcome = self.snapshotter.settle(block=True)
-        assert isinstance(outcome, Snapshot)
-        return self.shard()
-
-    def shard(self):
-        image = self.images[-1]
-        return bytes(self.segment.arena[: image.num_bytes]), image.entries
-
-    def restore(self, shards):
-        entries = [entry for _, shard_entries in shards for entry in shard_entries]
-        restorer = Restorer(
-            self.tree,
-            self.segment,
-            entries,
-            saved_world_size=len(shards),
-            rank=self.rank,
-            world_size=self.world_size,
-            codec=self.codec,
-            has_group=False,
-        )
-        for read in restorer.plan():
-            data = shards[read.rank][0][read.source : read.source + read.num_bytes]
-            self.segment.arena[read.destination : read.destination + read.num_bytes] = data
-        restorer.load(("test",))
-
-
-def make_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
-
-
-def train(model, optimizer, steps=3, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-def same(a, b):
-    return all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
+from tests.state.rank import Rank, make_model, same, train
 
 
 def test_model_optimizer_and_scheduler_come_back_bit_for_bit():

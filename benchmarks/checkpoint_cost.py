@@ -1,0 +1,315 @@
+"""What one checkpoint costs: ours against every other way, on the same state in the same run.
+
+    python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5] [--folder DIR]
+
+One process trains: it computes on one core, and updates its whole state with
+AdamW after each save has had its forward and backward. All peers take turns,
+so that a disturbance of the machine hits all alike. Peers that are not
+installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import logging
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from checkpoint_peers import Peer, all_peers
+from checkpoint_state import MIB, fingerprint, make_state, tensors_of
+
+from raycheck.state.spans import copy_span
+
+GIB = 1 << 30
+FORWARD_AND_BACKWARD_S = 0.25
+FREE_S = 0.4
+
+
+@dataclasses.dataclass
+class Cost:
+    stall_s: float
+    durable_s: float
+    cpu_s: float
+    slowdown: float | None
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--state", choices=["gpt", "large"], default="gpt")
+    arguments.add_argument("--mib", type=int, default=1024)
+    arguments.add_argument("--runs", type=int, default=5)
+    arguments.add_argument("--folder", help="on the disk to be measured", default=None)
+    given = arguments.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    model, optimizer = make_state(given.state, given.mib * MIB)
+    with tempfile.TemporaryDirectory(prefix="raycheck-benchmark-", dir=given.folder) as folder:
+        Bench(model, optimizer, Path(folder), given.runs).run()
+
+
+class Bench:
+    """All peers on one state."""
+
+    def __init__(self, model, optimizer, folder: Path, runs: int) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._folder, self._runs = folder, runs
+        self._tensors = tensors_of(model, optimizer)
+        self._num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self._number = 0
+        self._matrix = torch.randn(384, 384)
+
+    def run(self) -> None:
+        peers: list[Peer] = []
+        first: dict[str, Cost] = {}
+        memory: dict[str, int] = {}
+        exact: dict[str, bool] = {}
+        self._train_for(num_steps=3)
+        for kind in all_peers():
+            before_bytes = resident_bytes()
+            peer = kind(self._model, self._optimizer, self._folder)
+            self._train_for(num_steps=4)
+            first[peer.name], exact[peer.name] = self._save(peer)
+            peak = Peak()
+            _, is_exact = self._save(peer, peak)
+            exact[peer.name] &= is_exact
+            memory[peer.name] = peak.num_bytes - before_bytes
+            peers.append(peer)
+        costs: dict[str, list[Cost]] = {peer.name: [] for peer in peers}
+        copies, writes = [], []
+        with Limits(self._tensors, self._num_bytes, self._folder) as limits:
+            for _ in range(self._runs):
+                copies.append(limits.copy_s())
+                writes.append(limits.write_s())
+                for peer in peers:
+                    cost, is_exact = self._save(peer)
+                    costs[peer.name].append(cost)
+                    exact[peer.name] &= is_exact
+        self._print(first, costs, memory, exact, statistics.median(copies), statistics.median(writes))
+        for peer in reversed(peers):
+            peer.close()
+
+    def _train_for(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            end_s = time.monotonic() + FORWARD_AND_BACKWARD_S
+            self._compute(lambda end_s=end_s: time.monotonic() > end_s)
+            self._optimizer.step()
+
+    def _save(self, peer: Peer, peak: Peak | None = None) -> tuple[Cost, bool]:
+        """Save once while training goes on; check what was saved against the state at the boundary."""
+        self._number += 1
+        free_end_s = time.monotonic() + FREE_S
+        free_rate = self._compute(lambda: time.monotonic() > free_end_s)
+        expected = fingerprint(self._tensors)
+        peer.durable_at_s = None
+        if peak:
+            peak.start()
+        cpu_before_s, main_s = cpu_seconds(), 0.0
+        began_s = time.monotonic()
+        peer.begin(self._number)
+        stall_s = time.monotonic() - began_s
+        busy = Rate()
+        main_before_s = time.thread_time()
+        end_s = time.monotonic() + FORWARD_AND_BACKWARD_S
+        self._compute(lambda: time.monotonic() > end_s, peer, busy)
+        main_s += time.thread_time() - main_before_s
+        stall_s += timed(peer.before_update)
+        main_before_s = time.thread_time()
+        self._optimizer.step()
+        main_s += time.thread_time() - main_before_s
+        waited_s: list[float] = []
+        stall_s += timed(lambda: waited_s.append(peer.after_update()))
+        stall_s += waited_s[0]
+        main_before_s = time.thread_time()
+        self._compute(lambda: peer.durable_at_s is not None, peer, busy)
+        main_s += time.thread_time() - main_before_s
+        cpu_s = cpu_seconds() - cpu_before_s - main_s
+        assert peer.durable_at_s is not None
+        if peak:
+            peak.stop()
+        slowdown = 1 - busy.per_s / free_rate if busy.seconds > 0.1 else None
+        is_exact = fingerprint(peer.load(self._number)) == expected
+        peer.delete(self._number)
+        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown), is_exact
+
+    def _compute(self, is_over: Callable[[], bool], peer: Peer | None = None, rate: Rate | None = None):
+        """Multiply matrices until it is over; return the rate while the peer's save was under way."""
+        rate = rate or Rate()
+        while not is_over():
+            started_s = time.monotonic()
+            for _ in range(4):
+                torch.mm(self._matrix, self._matrix)
+            if peer is None or peer.durable_at_s is None:
+                rate.num += 1
+                rate.seconds += time.monotonic() - started_s
+        return rate.per_s
+
+    def _print(self, first, costs, memory, exact, copy_s: float, write_s: float) -> None:
+        gib = self._num_bytes / GIB
+        print(
+            f"{gib:.2f} GiB in {len(self._tensors)} tensors, median of {self._runs}, "
+            f"{os.cpu_count()} cores, torch {torch.__version__}\n"
+        )
+        ours = Row.of(costs["raycheck"])
+        print(
+            "| | stall : ours | CPU : ours | durable : ours | stall median (min-max) ms | first ms "
+            "| CPU s/GiB | durable s | compute slowed by | extra memory : state | bit for bit |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        for name, each in costs.items():
+            row = Row.of(each)
+            stalls = [cost.stall_s * 1e3 for cost in each]
+            slowed = "-" if row.slowdown is None else f"{row.slowdown:.0%}"
+            print(
+                f"| {name} | {row.stall_s / ours.stall_s:.1f} | {row.cpu_s / ours.cpu_s:.1f} "
+                f"| {row.durable_s / ours.durable_s:.1f} "
+                f"| {row.stall_s * 1e3:.1f} ({min(stalls):.1f}-{max(stalls):.1f}) "
+                f"| {first[name].stall_s * 1e3:.0f} | {row.cpu_s / gib:.2f} | {row.durable_s:.2f} "
+                f"| {slowed} | {memory[name] / self._num_bytes:.2f} | {'yes' if exact[name] else 'NO'} |"
+            )
+        print(
+            f"| limit: memory copy | {copy_s / ours.stall_s:.1f} | | | {copy_s * 1e3:.1f} | | | | | | |\n"
+            f"| limit: raw write | | | {write_s / ours.durable_s:.1f} | | | | {write_s:.2f} | | | |"
+        )
+
+
+@dataclasses.dataclass
+class Row:
+    """Medians of one peer."""
+
+    stall_s: float
+    durable_s: float
+    cpu_s: float
+    slowdown: float | None
+
+    @classmethod
+    def of(cls, costs: list[Cost]) -> Row:
+        slowdowns = [cost.slowdown for cost in costs if cost.slowdown is not None]
+        return cls(
+            statistics.median(cost.stall_s for cost in costs),
+            statistics.median(cost.durable_s for cost in costs),
+            statistics.median(cost.cpu_s for cost in costs),
+            statistics.median(slowdowns) if slowdowns else None,
+        )
+
+
+class Rate:
+    """Iterations and the time they took."""
+
+    num = 0
+    seconds = 0.0
+
+    @property
+    def per_s(self) -> float:
+        return self.num / self.seconds if self.seconds else 0.0
+
+
+class Limits:
+    """What the machine can do: copy the state in memory, write as many bytes to the disk."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], num_bytes: int, folder: Path) -> None:
+        self._tensors, self._num_bytes = tensors, num_bytes
+        self._path = folder / "raw"
+        self._map = mmap.mmap(-1, num_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.copy_s()
+
+    def __enter__(self) -> Limits:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._map.close()
+
+    def copy_s(self) -> float:
+        def copy() -> None:
+            at = self._address
+            for tensor in self._tensors.values():
+                copy_span(at, tensor.data_ptr(), tensor.nbytes)
+                at += tensor.nbytes
+
+        return timed(copy)
+
+    def write_s(self) -> float:
+        view, piece = memoryview(self._map), 8 * MIB
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+
+        def write() -> None:
+            # One thread: several only wait for each other at the file's lock.
+            for at in range(0, self._num_bytes, piece):
+                os.pwrite(descriptor, view[at : at + piece], at)
+            os.fsync(descriptor)
+
+        try:
+            return timed(write)
+        finally:
+            view.release()
+            os.close(descriptor)
+            self._path.unlink()
+
+
+class Peak:
+    """Samples the memory of this process and its children in a thread."""
+
+    num_bytes = 0
+
+    def start(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.03):
+            self.num_bytes = max(self.num_bytes, resident_bytes())
+
+
+def family() -> list[psutil.Process]:
+    this = psutil.Process()
+    return [this, *this.children(recursive=True)]
+
+
+def resident_bytes() -> int:
+    """Return the memory of all our processes; what they share counts once."""
+    total = 0
+    for process in family():
+        try:
+            with open(f"/proc/{process.pid}/smaps_rollup") as file:
+                total += sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+def cpu_seconds() -> float:
+    total = time.process_time()
+    for process in family()[1:]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def timed(action: Callable[[], object]) -> float:
+    started_s = time.monotonic()
+    action()
+    return time.monotonic() - started_s
+
+
+if __name__ == "__main__":
+    main()

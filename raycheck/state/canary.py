@@ -1,0 +1,62 @@
+"""Canaries: a few bytes of every tensor, by which a torn copy is known.
+
+Versions alone do not do. They move after the write, so a copier can miss it;
+fused optimizers never move them, nor do writes through NumPy or ``.data``. The
+same bytes are looked at three times: live when the snapshot begins, then live
+and copied at the verdict. All three are the same unless the tensor was written
+to before, while or after it was copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raycheck.state.spans import Addresses, Scratch
+
+CANARY_BYTES = 64
+_NUM_PLACES = 17
+
+
+class Canaries:
+    """The canaries of one snapshot.
+
+    Any dense update changes them. Their place moves from snapshot to snapshot,
+    so that an update of some rows alone is found sooner or later too.
+
+    Args:
+        sources: Live addresses; the memory must outlive this object.
+        num_bytes: Bytes of each tensor, more than 0.
+        plan_id: Decides the place.
+        scratch: Used for reading, by one thread at a time.
+    """
+
+    def __init__(self, sources: Addresses, num_bytes: Addresses, plan_id: int, scratch: Scratch) -> None:
+        self._lengths = np.minimum(num_bytes, np.uint64(CANARY_BYTES))
+        place = np.uint64(plan_id * 7 % _NUM_PLACES)
+        self._at = (num_bytes - self._lengths) * place // np.uint64(_NUM_PLACES - 1)
+        self._sources = sources
+        self._before = bytes(self._take(sources, scratch))
+
+    def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
+        """Return the indices of those whose canaries are not what they were at first.
+
+        Args:
+            starts: Where each tensor is, or its copy.
+            scratch: As above.
+
+        Raises:
+            OSError: EFAULT if the memory has been given up.
+        """
+        now = self._take(starts, scratch)
+        if now == self._before:
+            return []
+        differs = np.frombuffer(now, np.uint8) != np.frombuffer(self._before, np.uint8)
+        owners = np.searchsorted(np.cumsum(self._lengths), np.flatnonzero(differs), side="right")
+        return [int(index) for index in np.unique(owners)]
+
+    def changed(self, scratch: Scratch) -> list[int]:
+        """Return the indices of those that have changed in live memory."""
+        return self.differing(self._sources, scratch)
+
+    def _take(self, starts: Addresses, scratch: Scratch) -> memoryview:
+        return scratch.take(starts + self._at, self._lengths)

@@ -1,0 +1,152 @@
+"""Live tensors as they stand at a step boundary: kinds, addresses and versions.
+
+Everything here is done in whole lists and arrays: with thousands of tensors,
+a microsecond for each is the stall.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from raycheck.errors import StateError
+from raycheck.state.spans import Addresses
+from raycheck.state.tree import Capture
+
+_kind_of = operator.attrgetter("shape", "dtype", "layout", "device", "__class__")
+_CPU = torch.device("cpu")
+_address_of = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+
+UNTRACKED = -1
+"""The version of an inference tensor, which has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Live:
+    """The tensors of a capture, shared ones first. Holds references, so drop it after use."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    num_shared: int
+
+    @classmethod
+    def of(cls, capture: Capture) -> Live:
+        """Return the tensors of a capture."""
+        return cls(
+            [*capture.shared, *capture.own],
+            [*capture.shared.values(), *capture.own.values()],
+            len(capture.shared),
+        )
+
+
+class Acquaintance:
+    """What is known of live tensors, so that the same ones need not be examined again.
+
+    Holds no tensor: one that the user replaces is freed at once.
+
+    Args:
+        live: The tensors.
+        before: What was known of their predecessors, if anything: of the same
+            kinds they can be stored too.
+
+    Raises:
+        StateError: If one of them cannot be stored.
+    """
+
+    def __init__(self, live: Live, before: Acquaintance | None = None) -> None:
+        self.names = live.names
+        self.num_shared = live.num_shared
+        try:
+            kinds = _kinds(live.tensors)
+        except RuntimeError:
+            # A tensor that is not made yet has no shape.
+            _check_all(live)
+            raise
+        self.kinds = kinds
+        """What decides the layout, besides the names, and whether a tensor can be stored."""
+
+        if before is None or self.kinds != before.kinds:
+            _check_all(live)
+        self.are_flat = _are_flat(live.tensors, self.kinds)
+        """Which ones are one run of host memory in the order of their elements."""
+
+        self.addresses = _addresses(live.tensors)
+        self._references = [weakref.ref(tensor) for tensor in live.tensors]
+
+    def recognises(self, live: Live) -> bool:
+        """Return whether these are the same tensors at the same addresses.
+
+        Quick: shape, dtype and strides could still have been changed in place,
+        which `holds_for` finds out.
+        """
+        if live.names != self.names or live.num_shared != self.num_shared:
+            return False
+        known = [reference() for reference in self._references]
+        if not all(map(operator.is_, known, live.tensors)):
+            return False
+        return bool(np.array_equal(_addresses(live.tensors), self.addresses))
+
+    def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors that were recognised are of the kinds that were known."""
+        kinds = _kinds(tensors)
+        return kinds == self.kinds and bool(np.array_equal(_are_flat(tensors, kinds), self.are_flat))
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return list(map(_kind_of, tensors))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
+    return np.fromiter(map(_address_of, tensors), dtype=np.uint64, count=len(tensors))
+
+
+def _are_flat(tensors: Sequence[torch.Tensor], kinds: list[tuple[Any, ...]]) -> npt.NDArray[np.bool_]:
+    num = len(tensors)
+    flat = np.fromiter(map(_is_contiguous, tensors), dtype=np.bool_, count=num)
+    flat &= np.fromiter((kind[3] == _CPU for kind in kinds), dtype=np.bool_, count=num)
+    if any(dtype.is_complex for dtype in {kind[1] for kind in kinds}):
+        # A conjugated view has the bytes of what it conjugates.
+        flat &= ~np.fromiter(map(torch.is_conj, tensors), dtype=np.bool_, count=num)
+    return flat
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the counters of in-place changes; `UNTRACKED` for an inference tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [UNTRACKED if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _check_all(live: Live) -> None:
+    for name, tensor in zip(live.names, live.tensors, strict=True):
+        check_storable(name, tensor)
+
+
+def check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain bytes.
+
+    Raises:
+        StateError: Names the tensor and says what it is.
+    """
+    is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass  # its type guard misleads mypy
+    kind = None
+    if is_wrapper(tensor) or torch.nn.parameter.is_lazy(tensor):
+        kind = type(tensor).__name__
+    elif tensor.layout != torch.strided:
+        kind = "sparse"
+    elif tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta"
+    if kind is not None:
+        raise StateError(
+            f"{name} is a {kind} tensor, which cannot be saved; leave it out of the state", key=name
+        )
