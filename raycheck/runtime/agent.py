@@ -57,6 +57,8 @@ class _Upload:
         self.cancelled = threading.Event()
         self.num_bytes_done = 0
         self.keys: list[str] = []
+        self.is_durable = False
+        """Told to the coordinator, which may commit it: from then on it is not this agent's to delete."""
 
     def add_progress(self, num_bytes: int) -> None:
         """Count bytes sent; for people, so a lost update between threads does not matter."""
@@ -79,6 +81,11 @@ class _Worker:
         self.num_records_seen = 0
         self.upload: _Upload | None = None
         self.is_connected = True
+        self.offered: tuple[CheckpointRef | None] | None = None
+        """The newest offer; None: this agent has passed none on."""
+
+        self.reported: messages.RestoreReported | None = None
+        """How the newest offer went; None: not known yet."""
 
     def let_go(self) -> None:
         """Give up page and descriptor; with them goes the last hold on the memory."""
@@ -172,11 +179,11 @@ class Agent:
                 case messages.OfferRestore(ranks, ref):
                     for worker in workers:
                         if worker.rank in ranks:
-                            self._pool.submit(self._offer, worker, ref)
+                            self._take_offer(worker, ref)
                 case messages.ProceedRestore(ref):
                     self._offers.clear()
                     for worker in workers:
-                        worker.send("proceed", ref=_ref_fields(ref))
+                        self._proceed(worker, ref)
                 case messages.RefuseRestore(message, is_mismatch):
                     for worker in workers:
                         worker.send("refuse", message=message, is_mismatch=is_mismatch)
@@ -298,11 +305,10 @@ class Agent:
             case "read":
                 self._read(worker, message)
             case "report":
-                self._tell(
+                ref = _parse_ref(message["ref"])
+                self._report(
                     worker,
-                    messages.RestoreReported(
-                        worker.rank, _parse_ref(message["ref"]), message["error"], message["is_mismatch"]
-                    ),
+                    messages.RestoreReported(worker.rank, ref, message["error"], message["is_mismatch"]),
                 )
             case "closed":
                 self._tell(worker, protocol.Closed(worker.rank, message["step"]))
@@ -322,7 +328,7 @@ class Agent:
         self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"]))
         self._tell(
             worker,
-            protocol.Staged(worker.rank, plan.id, message["stall_s"], message["replica_digest"]),
+            protocol.Staged(worker.rank, plan.id, message["stall_s"], message["replica_digest"], plan.step),
         )
         self._pool.submit(self._persist, worker, job, message["num_bytes"])
 
@@ -358,11 +364,15 @@ class Agent:
             return
         finally:
             os.close(fd)
-        if job.cancelled.is_set():
+        with self._lock:
+            # Either the end of the attempt came first, or from here on others may count on this shard.
+            job.is_durable = not job.cancelled.is_set()
+        if not job.is_durable:
             self._delete(job)
             return
         shard = layout.ShardInfo(worker.rank, name, num_bytes, sums.digest())
-        self._tell(worker, protocol.Durable(job.plan.id, shard, time.monotonic() - started_s))
+        persist_s = time.monotonic() - started_s
+        self._tell(worker, protocol.Durable(job.plan.id, shard, persist_s, job.plan.step))
 
     def _end_attempt(self, worker: _Worker, order: messages.AttemptEnded) -> None:
         job = worker.upload
@@ -372,25 +382,69 @@ class Agent:
                 worker.upload = None
             if not order.is_committed:
                 job.cancelled.set()
-                self._pool.submit(self._delete, job)
+                if not job.is_durable:
+                    self._pool.submit(self._delete, job)
             self._release(worker)
         worker.send("ended", plan=list(order.plan), is_committed=order.is_committed, detail=order.detail)
 
     def _delete(self, job: _Upload) -> None:
-        """Delete what this attempt has stored; nobody will commit it any more."""
+        """Delete what this attempt has stored and nobody was told of, so that nobody can have committed it."""
         with contextlib.suppress(StorageError):
             self._run_store.store.delete(list(job.keys))
 
+    def _take_offer(self, worker: _Worker, ref: CheckpointRef | None) -> None:
+        """Pass an offer on, unless it is the one that the worker has already."""
+        if worker.offered == (ref,):
+            # Repeated, since the coordinator has restarted: the bytes are not read twice.
+            if worker.reported is not None:
+                self._tell(worker, worker.reported)
+            return
+        worker.offered, worker.reported = (ref,), None
+        self._pool.submit(self._offer, worker, ref)
+
     def _offer(self, worker: _Worker, ref: CheckpointRef | None) -> None:
-        if ref is None:
-            worker.send("offer", ref=None)
-            return
+        fields: dict[str, Any] = {}
         try:
-            manifest, rows = self._fetch_offer(ref)
-        except (CorruptCheckpointError, StorageError) as error:
-            self._tell(worker, messages.RestoreReported(worker.rank, ref, str(error)))
+            if ref is not None:
+                manifest, rows = self._fetch_offer(ref)
+                fields = {"world_size": manifest.world_size, "rows": rows}
+        except CorruptCheckpointError as error:
+            self._report(worker, messages.RestoreReported(worker.rank, ref, str(error)))
             return
-        worker.send("offer", ref=_ref_fields(ref), world_size=manifest.world_size, rows=rows)
+        except StorageError as error:
+            self._refuse(worker, ref, error)
+            return
+        with self._lock:
+            # Threads of the pool overtake each other: what was offered since must not be overwritten.
+            if worker.offered == (ref,):
+                worker.send("offer", ref=_ref_fields(ref), **fields)
+
+    def _report(self, worker: _Worker, report: messages.RestoreReported) -> None:
+        with self._lock:
+            if worker.offered == (report.ref,):
+                worker.reported = report
+        self._tell(worker, report)
+
+    def _refuse(self, worker: _Worker, ref: CheckpointRef | None, error: StorageError) -> None:
+        """End a worker that cannot read its checkpoint, which may be whole all the same.
+
+        An older one in its place would leave the newer one behind for good.
+        """
+        step = ref.step if ref else 0
+        worker.send(
+            "refuse",
+            message=f"step {step} cannot be read at present, and an older step is not restored in its place; "
+            f"start again when the store answers, or choose one with resume=<step>: {error}",
+            is_mismatch=False,
+        )
+
+    def _proceed(self, worker: _Worker, ref: CheckpointRef | None) -> None:
+        """Let a worker load, if what it has verified is what all others load."""
+        if worker.offered is not None:
+            report = worker.reported
+            if report is None or report.ref != ref or report.error is not None:
+                return
+        worker.send("proceed", ref=_ref_fields(ref))
 
     def _fetch_offer(self, ref: CheckpointRef) -> tuple[layout.Manifest, list[Any]]:
         # One fetch per node, whoever comes first.
@@ -414,8 +468,14 @@ class Agent:
             manifest, _ = self._fetch_offer(ref)
             for rank, reads in sorted(by_shard.items()):
                 self._read_shard(worker, manifest, rank, reads)
-        except (CorruptCheckpointError, StorageError, TransferCancelledError) as error:
+        except CorruptCheckpointError as error:
             worker.send("read_done", ref=message["ref"], error=str(error))
+            return
+        except StorageError as error:
+            self._refuse(worker, ref, error)
+            return
+        except TransferCancelledError:
+            # This agent is closing; the worker asks its successor.
             return
         worker.send("read_done", ref=message["ref"], error=None)
 

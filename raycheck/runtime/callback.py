@@ -186,9 +186,14 @@ def join_url(path: str, relative: str) -> str:
 
 
 def _context_of(address: str, generation: GenerationId, settings: Settings) -> WorkerContext:
-    rank, world_size = compat.rank_and_world_size()
+    rank, world_size, local_world_size = compat.rank_and_sizes()
     return WorkerContext(
-        address=address, generation=generation, rank=rank, world_size=world_size, settings=settings
+        address=address,
+        generation=generation,
+        rank=rank,
+        world_size=world_size,
+        settings=settings,
+        local_world_size=local_world_size,
     )
 
 

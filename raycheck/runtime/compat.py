@@ -39,16 +39,16 @@ __all__ = [
     "is_local_run",
     "is_replica_group_run",
     "node_ids",
-    "rank_and_world_size",
+    "rank_and_sizes",
     "run_path",
     "run_was_named",
 ]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Return this worker's rank and the world size."""
+def rank_and_sizes() -> tuple[int, int, int]:
+    """Return this worker's rank, the world size, and the number of workers on this node."""
     context = ray.train.get_context()
-    return context.get_world_rank(), context.get_world_size()
+    return context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
 
 
 def is_local_run() -> bool:

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raycheck.config import Settings
-from raycheck.core import lineage, protocol
+from raycheck.core import layout, lineage, protocol
 from raycheck.core import restore as voting
 from raycheck.core.failure_rate import FailureKind, FailureRate
 from raycheck.core.interval import DAY_S
@@ -43,6 +43,9 @@ _LATENCY_S = 0.3
 
 _TELEMETRY_EVERY_S = 10.0
 """How much telemetry a killed coordinator may lose, seconds."""
+
+_SWEEP_OLDER_THAN_S = 3600.0
+"""Remains of generations that were cut off so long ago are nobody's."""
 
 _STAGED_WAIT_S = 30.0
 """How long a new generation waits for the commit of what the one before has fully staged."""
@@ -115,7 +118,7 @@ class Coordinator:
             CheckpointNotFoundError: If the step to resume from does not exist.
         """
         self._run_store.store.probe()
-        self._find_candidates()
+        self._find_candidates(self._resume)
 
     def begin_generation(
         self,
@@ -154,9 +157,11 @@ class Coordinator:
                 "world_size": world_size,
                 "host": socket.gethostname(),
                 "failure_rate": self._tuner.failure_rate.to_dict(),
+                # For a coordinator that has to take over before the restore is over.
+                "resume": self._resume,
             }
         )
-        candidates, tip = self._find_candidates()
+        candidates, tip = self._find_candidates(self._resume)
         vote = voting.RestoreVote(
             world_size=world_size,
             candidates=candidates,
@@ -167,6 +172,7 @@ class Coordinator:
         done: Future[None] = Future()
         self._inbox.put(lambda: self._enter(generation, nodes, done))
         done.result()
+        self._deletion.submit(self._sweep, generation_id)
         self._events.record("begun", str(generation_id), seconds=self._clock() - started_s)
         return generation_id
 
@@ -215,16 +221,34 @@ class Coordinator:
         # Only the first start of a run goes where the user says; after a failure it goes on from its own.
         return "auto" if self._has_begun else self._settings.resume
 
-    def _find_candidates(self) -> tuple[list[CheckpointRef], GenerationRecord | None]:
+    def _find_candidates(self, resume: int | str) -> tuple[list[CheckpointRef], GenerationRecord | None]:
         tip = lineage.tip(self._run_store.records())
         usable = []
-        for ref in lineage.selectable(tip, self._run_store.attempts()):
+        attempts = self._run_store.attempts()
+        for ref in lineage.selectable(tip, attempts):
             if self._run_store.is_committed(ref):
                 usable.append(ref)
             else:
                 logger.warning("step %d is incomplete, it has no manifest: left out", ref.step)
         self._committed = sorted(usable)
-        return lineage.candidates(self._resume, usable), tip
+        if resume == "auto" and not usable:
+            self._check_nothing_is_lost(tip, attempts)
+        return lineage.candidates(resume, usable), tip
+
+    def _check_nothing_is_lost(self, tip: GenerationRecord | None, attempts: list[CheckpointRef]) -> None:
+        """Refuse to start at step 0 what has been further, unless the user says so."""
+        if tip is not None and tip.parent is not None:
+            raise CheckpointError(
+                f"generation {tip.generation} of this run restored step {tip.parent.step}, but no checkpoint of "
+                'its lineage is left in the store; put them back, or set resume="fresh" to start at step 0',
+                step=tip.parent.step,
+            )
+        if tip is None and any(map(self._run_store.is_committed, attempts)):
+            raise CheckpointError(
+                f"{self._run_store.store.url} holds checkpoints but no record in {layout.GENERATIONS}/ that says "
+                "which of them count; if they were copied, copy that folder as well, or set "
+                'resume="fresh" to start at step 0'
+            )
 
     def _recall_failure_rate(self) -> FailureRate:
         """Return what earlier jobs of this run have seen of failures, the last one's own end included."""
@@ -265,7 +289,10 @@ class Coordinator:
     def _enter(self, generation: _Generation, nodes: set[str], done: Future[None]) -> None:
         previous = self._generation
         if previous is not None and previous.commits is not None and previous.commits.plan is not None:
-            self._tell_all(messages.AttemptEnded(previous.commits.plan, False, "a new generation begins"))
+            plan = previous.commits.plan
+            self._tell_all(messages.AttemptEnded(plan, False, "a new generation begins"))
+            if not previous.commits.is_committing:
+                self._deletion.submit(self._remove, CheckpointRef(plan.step, previous.id, plan.id))
         self._nodes = nodes
         self._generation = generation
         self._restarting_since_s = self._last_step_seen_s
@@ -290,14 +317,20 @@ class Coordinator:
             records = self._run_store.records()
             mine = next((record for record in records if record.generation == delivery.generation), None)
             self._has_begun = True
-            candidates, tip = self._find_candidates()
+            resume = self._run_store.claim_facts(delivery.generation).get("resume", "auto")
+            candidates, tip = self._find_candidates("auto" if mine else resume)
         except StorageError as error:
             logger.warning("the coordinator restarted and cannot read the store yet: %s", error)
             return
+        world_size = here[0].world_size
         if mine is not None:
-            candidates = [mine.parent] if mine.parent else []
-        vote = voting.RestoreVote(world_size=here[0].world_size, candidates=candidates, is_exact=False)
-        generation = _Generation(delivery.generation, here[0].world_size, tip, vote)
+            # Every rank had verified it before the record was written; some may be training already.
+            vote = voting.RestoreVote.decided(mine.parent, world_size=world_size)
+        else:
+            vote = voting.RestoreVote(
+                world_size=world_size, candidates=candidates, is_exact=isinstance(resume, int)
+            )
+        generation = _Generation(delivery.generation, world_size, tip, vote)
         self._nodes = {delivery.node}
         if mine is not None:
             generation.parent = mine.parent
@@ -392,6 +425,9 @@ class Coordinator:
         elif here.uploading_plan_id != plan.id and here.step >= plan.step:
             # It had, or should have had, a snapshot, and nobody holds it any more.
             self._feed(protocol.Failed(here.rank, plan.id, "the agent of its node has restarted"))
+        elif here.highest_plan_id < plan.id:
+            # The order went to an agent that is gone.
+            self._tell_all(messages.PublishPlan(plan))
 
     def _feed(self, event: protocol.Event) -> None:
         generation = self._generation
@@ -541,6 +577,8 @@ class Coordinator:
             self._events.record(
                 "attempt_failed", str(generation.id), reason=end.reason, detail=end.detail, **facts
             )
+            if end.num_bytes and not end.has_commit_begun:
+                self._deletion.submit(self._remove, CheckpointRef(end.plan.step, generation.id, end.plan.id))
             return
         self._tuner.observe_checkpoint(stall_s=end.stall_s, persist_s=end.persist_s)
         self._record_interval()
@@ -563,11 +601,38 @@ class Coordinator:
         )
         self._deletion.submit(self._events.flush_if_older_than, _TELEMETRY_EVERY_S)
         self._committed.append(CheckpointRef(end.plan.step, generation.id, end.plan.id))
-        self._deletion.submit(self._rotate, to_delete(self._committed, keep_last=self._settings.keep_last))
+        old = to_delete(self._committed, keep_last=self._settings.keep_last)
+        self._deletion.submit(self._rotate, generation.id, old)
 
-    def _rotate(self, refs: list[CheckpointRef]) -> None:
+    def _sweep(self, generation_id: GenerationId) -> None:
+        """Remove what earlier generations left behind, once it is old enough to be nobody's."""
+        try:
+            swept = self._run_store.sweep(
+                generation_id, older_than_s=_SWEEP_OLDER_THAN_S, now_unix_s=time.time()
+            )
+        except StorageError as error:
+            logger.warning(
+                "remains of earlier starts could not be removed, the next start tries again: %s", error
+            )
+            return
+        if swept:
+            self._events.record("swept", str(generation_id), keys=len(swept))
+
+    def _remove(self, ref: CheckpointRef) -> None:
+        """Delete what is durable of an attempt that nobody will commit."""
+        try:
+            self._run_store.delete(ref)
+        except StorageError as error:
+            logger.warning(
+                "what is left of step %d could not be deleted, a later start will: %s", ref.step, error
+            )
+
+    def _rotate(self, generation_id: GenerationId, refs: list[CheckpointRef]) -> None:
         for ref in refs:
             try:
+                # A newer generation may go back to any checkpoint that it finds: from its claim on they are its own.
+                if lineage.newer_claim(generation_id, self._run_store.claims()) is not None:
+                    return
                 self._run_store.delete(ref)
             except StorageError as error:
                 # Tried again after the next checkpoint; saving does not depend on it.

@@ -25,6 +25,7 @@ from raycheck.errors import (
 )
 from raycheck.runtime.link import RECONNECTED, AgentLink
 from raycheck.state.codec import Codec
+from raycheck.state.memory import read_node_memory, snapshot_budget_bytes
 from raycheck.state.restore import Restorer
 from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
@@ -46,6 +47,8 @@ class WorkerContext:
     rank: int
     world_size: int
     settings: Settings
+    local_world_size: int = 1
+    """Ranks on this node: they share its memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ class Session:
             codec=self._codec,
             overlap=context.settings.overlap,
             on_layout=self._send_table,
+            budget_bytes=_budget_bytes(context),
         )
         try:
             self._snapshotter.check()
@@ -349,6 +353,16 @@ class Session:
     def _resend_table(self) -> None:
         if self._table is not None:
             self._link.send("table", rows=self._table)
+
+
+def _budget_bytes(context: WorkerContext) -> int:
+    """Return what this rank's snapshot may take: its share of the node's limit or free memory."""
+    given_bytes = context.settings.node_memory_bytes
+    if given_bytes is not None:
+        return given_bytes // context.local_world_size
+    return snapshot_budget_bytes(
+        read_node_memory(), num_ranks=context.local_world_size, reserved_fraction=0.5
+    )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

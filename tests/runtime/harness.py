@@ -209,6 +209,7 @@ class LocalCluster:
                 "rank": rank,
                 "world_size": world_size,
                 "settings": self.settings,
+                "local_world_size": world_size,
             }
             worker = processes.Process(
                 target=_worker_main,

@@ -382,3 +382,12 @@ def test_a_second_attach_in_one_process_is_an_error(make_cluster):
     """State goes into one call."""
     outcomes = make_cluster().start(jobs.attach_twice, world_size=1).outcomes()
     assert outcomes[0]["error"].startswith("RuntimeError: raycheck.attach() was called twice")
+
+
+def test_a_node_without_room_refuses_before_the_first_step(make_cluster):
+    """G5: state that exceeds the node's share is an error with the numbers, not a kill for memory."""
+    cluster = make_cluster(node_memory_bytes=100_000)
+    outcomes = cluster.start(jobs.train, {"steps": 5, "width": 4096}, world_size=2).outcomes()
+    for outcome in outcomes:
+        assert outcome["error"].startswith("StateError")
+        assert "50,000" in outcome["error"] or "50000" in outcome["error"], outcome["error"]
