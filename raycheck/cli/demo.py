@@ -400,7 +400,7 @@ def _measured_cost(events: list[dict[str, Any]]) -> tuple[float, float]:
     last: dict[str, dict[str, Any]] = {}
     for event in events:
         if "inside_steps_s" in event["facts"]:
-            last[event["facts"]["coordinator"]] = event["facts"]
+            last[event["writer"]] = event["facts"]
     return (
         sum(facts["cost_s"] for facts in last.values()),
         sum(facts["inside_steps_s"] for facts in last.values()),

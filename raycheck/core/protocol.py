@@ -87,6 +87,9 @@ class Staged:
     replica_digest: str
     """Digest over the sampled state that all ranks should hold alike."""
 
+    step: int | None = None
+    """The plan's step: a coordinator that has restarted may give one id again. None: not told."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Durable:
@@ -95,6 +98,8 @@ class Durable:
     plan_id: int
     shard: ShardInfo
     persist_s: float
+    step: int | None = None
+    """As in `Staged`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +178,10 @@ class EndAttempt:
     """Longest persist of any rank."""
 
     num_bytes: int = 0
+    """Bytes of the shards that are durable."""
+
+    has_commit_begun: bool = dataclasses.field(default=False, compare=False)
+    """A manifest may exist: what is stored must stay, whatever came of the attempt."""
 
     @property
     def is_committed(self) -> bool:
@@ -285,6 +294,11 @@ class CommitProtocol:
         """Whether the attempt in flight needs nothing more from any worker."""
         return self._attempt is not None and len(self._attempt.staged) == self.world_size
 
+    @property
+    def is_committing(self) -> bool:
+        """Whether a manifest is asked for and its end not known: it may exist."""
+        return self._attempt is not None and self._attempt.is_committing
+
     def skip_plans_to(self, plan_id: int) -> None:
         """Never use this plan id or a lower one: a coordinator before this one has."""
         self._next_plan_id = max(self._next_plan_id, plan_id + 1)
@@ -348,6 +362,8 @@ class CommitProtocol:
         attempt = self._attempt
         if attempt is None or attempt.plan.id != event.plan_id:
             return []
+        if isinstance(event, Staged | Durable) and event.step not in (None, attempt.plan.step):
+            return []
         match event:
             case Staged():
                 attempt.staged[event.rank] = event
@@ -355,6 +371,9 @@ class CommitProtocol:
                 return self._compare_replicas(attempt)
             case Durable():
                 attempt.durable[event.shard.rank] = event
+                return []
+            case Missed() | Failed() if event.rank in attempt.durable:
+                # Its part is done; the agent that says so has lost nothing that counts.
                 return []
             case Missed():
                 if self._latency_s * self._lead_factor < _MAX_LEAD_S:
@@ -444,6 +463,7 @@ class CommitProtocol:
             stall_s=max((s.stall_s for s in attempt.staged.values()), default=0.0),
             persist_s=max((d.persist_s for d in attempt.durable.values()), default=0.0),
             num_bytes=sum(d.shard.num_bytes for d in attempt.durable.values()),
+            has_commit_begun=attempt.is_committing,
         )
         actions: list[Action] = [ended]
         if reason == "committed":

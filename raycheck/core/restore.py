@@ -65,6 +65,13 @@ class RestoreVote:
         self._well: set[int] = set()
         self._end: Proceed | Refuse | None = None
 
+    @classmethod
+    def decided(cls, ref: CheckpointRef | None, *, world_size: int) -> RestoreVote:
+        """Return a vote that has ended with ``ref``: the generation's record says so."""
+        vote = cls(world_size=world_size, candidates=[ref] if ref else [], is_exact=False)
+        vote._end = Proceed(ref)
+        return vote
+
     @property
     def is_over(self) -> bool:
         """Whether the vote has come to its end."""

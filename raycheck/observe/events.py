@@ -19,9 +19,8 @@ from raycheck.store.objects import Store
 
 logger = logging.getLogger("raycheck")
 
-_SCHEMA = pa.schema(
-    [("unix_s", pa.float64()), ("kind", pa.string()), ("generation", pa.string()), ("facts", pa.string())]
-)
+_COLUMNS = ("unix_s", "kind", "generation", "writer", "facts")
+_SCHEMA = pa.schema([(name, pa.float64() if name == "unix_s" else pa.string()) for name in _COLUMNS])
 
 
 class EventLog:
@@ -46,7 +45,13 @@ class EventLog:
         """Add one event that happened now."""
         if self._store is None:
             return
-        row = {"unix_s": time.time(), "kind": kind, "generation": generation, "facts": json.dumps(facts)}
+        row = {
+            "unix_s": time.time(),
+            "kind": kind,
+            "generation": generation,
+            "writer": self._writer,
+            "facts": json.dumps(facts),
+        }
         with self._lock:
             self._rows.append(row)
 

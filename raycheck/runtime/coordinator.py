@@ -92,7 +92,6 @@ class Coordinator:
         self._settings = settings
         self._send = send
         self._clock = clock
-        self._id = secrets.token_hex(4)
         self._nodes: set[str] = set()
         self._generation: _Generation | None = None
         self._has_begun = False
@@ -180,14 +179,16 @@ class Coordinator:
         """Take a batch from an agent. Returns at once.
 
         Returns:
-            False if this coordinator does not know the generation: it has
-            restarted, and wants to hear of everyone again.
+            False if this coordinator does not know the generation, or this
+            node's part of it: it has restarted, and wants to hear of everyone again.
         """
         known = self._generation
-        if known is None:
+        # Also of a node that has not spoken yet when another had this coordinator take the generation up.
+        is_known = known is not None and (delivery.node in self._nodes or delivery.generation != known.id)
+        if not is_known:
             self._inbox.put(lambda: self._adopt(delivery))
         self._inbox.put(lambda: self._take(delivery))
-        return known is not None
+        return is_known
 
     def status(self) -> dict[str, Any]:
         """Return what is going on, as plain values, for people and tests."""
@@ -202,7 +203,6 @@ class Coordinator:
             "plan": list(plan) if plan else None,
             "failures_in_a_row": commits.failures_in_a_row if commits else 0,
             **self._tuner.status(),
-            "coordinator": self._id,
         }
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Coordinator:
         self._thread.join()
         self._storage.shutdown()
         self._deletion.shutdown()
-        self._events.record("closed", self._generation_text(), coordinator=self._id, **self._tuner.status())
+        self._events.record("closed", self._generation_text(), **self._tuner.status())
         self._events.flush()
 
     # Starting.
@@ -594,7 +594,6 @@ class Coordinator:
         self._events.record(
             "checkpoint",
             str(generation.id),
-            coordinator=self._id,
             num_bytes=end.num_bytes,
             **facts,
             **self._tuner.status(),

@@ -204,6 +204,39 @@ class RunStore:
             )
         return sums
 
+    def sweep(self, mine: GenerationId, *, older_than_s: float, now_unix_s: float) -> list[str]:
+        """Delete what earlier generations left without a commit; return its keys.
+
+        Touches attempts without a manifest, and multipart uploads under way,
+        below this root alone. Only those of generations whose claim is here and
+        that a newer claim cut off more than ``older_than_s`` ago: such a writer
+        can commit nothing any more, even if it is still alive. What was copied
+        here without its claim is left alone, as is every committed checkpoint.
+
+        Args:
+            mine: The generation that sweeps; nothing of it or of a newer one is touched.
+            older_than_s: The grace time, seconds.
+            now_unix_s: The wall clock, which claims are stamped with.
+        """
+        cut_off = self._cut_off(mine, now_unix_s - older_than_s)
+        keys: list[str] = []
+        for ref in self.attempts():
+            if ref.generation in cut_off and not self.is_committed(ref):
+                left = [info.key for info in self.store.list_keys(layout.checkpoint_prefix(ref))]
+                self.store.delete(left)
+                keys += left
+        return keys + self.store.sweep_uploads(older_than_s)
+
+    def _cut_off(self, mine: GenerationId, before_unix_s: float) -> set[GenerationId]:
+        """Return the generations below the newest one, ``mine`` at most, that was claimed before then."""
+        claims = [claim for claim in self.claims() if claim <= mine]
+        # Newest first: only as many claims are read as are younger than the grace time.
+        for index in range(len(claims) - 1, 0, -1):
+            claimed_unix_s = self.claim_facts(claims[index]).get("claimed_unix_s")
+            if isinstance(claimed_unix_s, int | float) and claimed_unix_s <= before_unix_s:
+                return set(claims[:index])
+        return set()
+
     def delete(self, ref: CheckpointRef) -> None:
         """Delete a checkpoint, or what is left of an attempt.
 
