@@ -16,6 +16,8 @@ from raycheck.errors import ConfigError
 
 logger = logging.getLogger("raycheck")
 
+_MOST_PERIODS = 10.0
+
 _DECIDE_EVERY_S = 1.0
 """Training time between two looks at the decision; costs a millisecond each."""
 
@@ -43,6 +45,7 @@ class Tuner:
 
         self._world_size = 1
         self._num_checkpoints = 0
+        self._inside_at_last_start_s = 0.0
         self._undecided_s = 0.0
         self._last_step_s: float | None = None
         self.decision: Decision | None = None
@@ -92,6 +95,7 @@ class Tuner:
         """Take in what a committed checkpoint cost."""
         self._num_checkpoints += 1
         self._estimator.observe_checkpoint(stall_s=stall_s, persist_s=persist_s)
+        self._inside_at_last_start_s = self._meter.measured().inside_steps_s - persist_s
         self._decide()
 
     @property
@@ -104,13 +108,28 @@ class Tuner:
     def interval_s(self) -> float | None:
         """Time between snapshot starts, seconds; None while no step is known."""
         if self.decision is not None:
-            return self.decision.period_s
+            return max(self.decision.period_s, self._paid_for_after_s(self.decision))
         if self._last_step_s is None:
             return None
         ceilings = (self._limits.recovery_point_s, self._limits.max_interval_s)
         return min(
             first_checkpoint_after_s(self._last_step_s), *(c for c in ceilings if c is not None), math.inf
         )
+
+    def _paid_for_after_s(self, decision: Decision) -> float:
+        """Return the time from the last snapshot's start until the next one is within the bound.
+
+        The interval keeps the bound as predicted; this keeps it as measured, the
+        start included, whose first checkpoints are dearer than the estimates
+        know. At most some intervals: a disturbance that looks like our cost
+        must not keep a run from checkpointing.
+        """
+        if self._limits.interval_steps is not None or self._limits.on_conflict == "recovery_point":
+            return 0.0
+        measured = self._meter.measured()
+        cost_s = measured.stall_s + measured.slowdown_s + decision.costs.checkpoint_s
+        needed_s = cost_s / self._limits.max_overhead - self._inside_at_last_start_s
+        return min(needed_s, _MOST_PERIODS * decision.period_s)
 
     @property
     def overhead(self) -> float:

@@ -76,3 +76,31 @@ def test_failures_shorten_the_interval():
     tuner.observe_failure("preempted")
     tuner.begin_generation(8)
     assert tuner.interval_s == short_s, "a preemption that left time to save loses no work"
+
+
+def test_rare_dear_checkpoints_are_paid_for_until_the_bound_holds_as_measured():
+    """Estimates forget outliers, the bound does not: every eighth checkpoint costs fifty times the others."""
+    tuner = Tuner(Settings(recovery_point_s=0.2, gpu_days_per_failure=0.1))
+    now_s = last_s = 0.0
+    num_checkpoints = 0
+    for _ in range(20_000):
+        stall_s = 0.0
+        if tuner.interval_s is not None and now_s - last_s >= tuner.interval_s:
+            num_checkpoints += 1
+            stall_s = 1.0 if num_checkpoints % 8 == 0 else 0.02
+            last_s = now_s
+        now_s += 0.1 + stall_s
+        tuner.observe_steps([(0.1 + stall_s, stall_s, False)])
+        if stall_s:
+            tuner.observe_checkpoint(stall_s=stall_s, persist_s=0.01)
+    assert num_checkpoints > 100
+    assert 0.03 < tuner.overhead <= 0.036
+
+
+def test_paying_back_never_stops_a_run_from_checkpointing():
+    """What looks like cost for ever lengthens the interval by a factor and not without end."""
+    tuner = Tuner(Settings())
+    trained(tuner, 20)
+    tuner.observe_checkpoint(stall_s=0.5, persist_s=1.0)
+    tuner.observe_steps([(1.0, 0.9, False)] * 500)
+    assert tuner.interval_s <= 10 * tuner.decision.period_s
