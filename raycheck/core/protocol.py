@@ -275,7 +275,7 @@ class CommitProtocol:
         self._closed: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
         self._attempt: _Attempt | None = None
-        self._furthest_step = 0
+        self._furthest_step = start_step
         self._furthest_seen_s: float | None = None
         self._step_s: float | None = None
         self._lead_factor = 1

@@ -87,6 +87,9 @@ class _Worker:
         self.reported: messages.RestoreReported | None = None
         """How the newest offer went; None: not known yet."""
 
+        self.decided: tuple[CheckpointRef | None] | None = None
+        """What all ranks load; None: not known yet."""
+
     def let_go(self) -> None:
         """Give up page and descriptor; with them goes the last hold on the memory."""
         self.page.release()
@@ -183,7 +186,8 @@ class Agent:
                 case messages.ProceedRestore(ref):
                     self._offers.clear()
                     for worker in workers:
-                        self._proceed(worker, ref)
+                        worker.decided = (ref,)
+                        self._proceed_if_verified(worker)
                 case messages.RefuseRestore(message, is_mismatch):
                     for worker in workers:
                         worker.send("refuse", message=message, is_mismatch=is_mismatch)
@@ -423,7 +427,8 @@ class Agent:
         with self._lock:
             if worker.offered == (report.ref,):
                 worker.reported = report
-        self._tell(worker, report)
+                self._tell(worker, report)
+                self._proceed_if_verified(worker)
 
     def _refuse(self, worker: _Worker, ref: CheckpointRef | None, error: StorageError) -> None:
         """End a worker that cannot read its checkpoint, which may be whole all the same.
@@ -438,13 +443,18 @@ class Agent:
             is_mismatch=False,
         )
 
-    def _proceed(self, worker: _Worker, ref: CheckpointRef | None) -> None:
-        """Let a worker load, if what it has verified is what all others load."""
-        if worker.offered is not None:
-            report = worker.reported
-            if report is None or report.ref != ref or report.error is not None:
-                return
-        worker.send("proceed", ref=_ref_fields(ref))
+    def _proceed_if_verified(self, worker: _Worker) -> None:
+        """Let a worker load what all ranks load, once that is what it has verified last.
+
+        One that has been offered nothing by this agent has verified it with the agent before.
+        """
+        if worker.decided is None:
+            return
+        (ref,) = worker.decided
+        report = worker.reported
+        is_verified = report is not None and report.ref == ref and report.error is None
+        if worker.offered is None or is_verified:
+            worker.send("proceed", ref=_ref_fields(ref))
 
     def _fetch_offer(self, ref: CheckpointRef) -> tuple[layout.Manifest, list[Any]]:
         # One fetch per node, whoever comes first.
@@ -511,7 +521,9 @@ class Agent:
         last_step, last_told_s = -1, 0.0
         while not self._closed.wait(_PULSE_S):
             with self._lock:
-                workers = [w for w in self._workers.values() if w.is_connected and w.has_joined]
+                connected = [worker for worker in self._workers.values() if worker.is_connected]
+                # Also of those that restore: else nothing would tell a coordinator that has restarted of them.
+                workers = [worker for worker in connected if worker.has_joined] or connected
                 step = max((worker.page.step for worker in workers), default=-1)
                 now_s = time.monotonic()
                 if not workers or (step == last_step and now_s - last_told_s < _IDLE_PULSE_S):
