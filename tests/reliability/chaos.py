@@ -311,7 +311,6 @@ class RestartableServer:
         self._command = [str(binary), "-logtostderr=true", "mini", *(f"-{k}={v}" for k, v in flags.items())]
         self._endpoint = f"http://127.0.0.1:{s3}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_bucket = False
         self.url = "s3://raycheck-tests/run"
         self.options = {"key": self._key, "secret": self._secret, "endpoint_url": self._endpoint}
         self._has_bucket = False
@@ -329,24 +328,24 @@ class RestartableServer:
                 stderr=subprocess.STDOUT,
             )
         server = S3Server(self._endpoint, self._key, self._secret, "raycheck-tests", self._process.pid)
-        if not self._has_bucket:
-            assert _wait_until_ready(server, self._process), "the S3 server did not start"
-            self._has_bucket = True
-        wait_until(lambda: _takes_objects(server), "the S3 server to come back")
+        wait_until(lambda: self._answers(server), "the S3 server to take objects")
+
+    def _answers(self, server: S3Server) -> bool:
+        try:
+            # Made once: after a kill it is there, and asking for it again is an error.
+            if not self._has_bucket:
+                server.client.create_bucket(Bucket=server.bucket)
+                self._has_bucket = True
+            server.client.put_object(Bucket=server.bucket, Key="ready", Body=b"yes")
+        except (BotoCoreError, ClientError):
+            return False
+        return True
 
     def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-
-
-def _takes_objects(server: S3Server) -> bool:
-    try:
-        server.client.put_object(Bucket=server.bucket, Key="ready", Body=b"yes")
-    except (BotoCoreError, ClientError):
-        return False
-    return True
 
 
 # Faults.
@@ -474,10 +473,12 @@ class Campaign:
         if point in RESTORE_POINTS and kind not in ENDS_GROUP:
             self._last_restore = self._look()
             restarts = False
-        # The run must be well again, whatever it was.
-        cluster.wait_for_ack()
+        # Before anything new can hide a loss, and again when the run is well, as it must be.
         found, is_found_wrong = self.judge_store()
         is_lost = found < self._acknowledged_at_judgement
+        cluster.wait_for_ack()
+        found, is_wrong_later = self.judge_store()
+        is_lost |= found < self._acknowledged_at_judgement
         if kind not in ENDS_GROUP and restarts:
             self._last_restore = self._restart()
         restored, is_wrong = self._last_restore
@@ -489,7 +490,7 @@ class Campaign:
             found,
             restored,
             is_lost or restored < self._acknowledged_at_restart,
-            is_wrong or is_found_wrong,
+            is_wrong or is_found_wrong or is_wrong_later,
         )
 
     def _repair(self, kind: str) -> None:
