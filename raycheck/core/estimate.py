@@ -24,6 +24,9 @@ _TAIL = 0.95
 # After this many observations beyond all earlier ones, by this ratio, the earlier ones are history.
 _CHANGES = ((2, 2.0), (3, 1.25))
 
+# Shards of one layout differ by less than this from one checkpoint to the next.
+_OTHER_BYTES = 1.1
+
 _FIRST_LEAST_S, _FIRST_MOST_S, _FIRST_STEPS = 10.0, 60.0, 10
 
 
@@ -58,6 +61,7 @@ class CostEstimator:
         self._persist = _Window()
         self._slowdown = _Window()
         self._first: tuple[float, float] | None = None
+        self._bytes_per_rank: float | None = None
         self._unpaired_run: OverlapRun | None = None
         self._unpaired_persist_s: float | None = None
 
@@ -90,21 +94,34 @@ class CostEstimator:
             # Whatever waits now belongs to an attempt that never became a checkpoint.
             self._unpaired_run = self._unpaired_persist_s = None
 
-    def observe_checkpoint(self, *, stall_s: float, persist_s: float) -> None:
+    @property
+    def bytes_per_rank(self) -> float | None:
+        """What the rank that writes most writes, bytes, as measured or expected. None: unknown."""
+        return self._bytes_per_rank
+
+    def observe_checkpoint(
+        self, *, stall_s: float, persist_s: float, bytes_per_rank: float | None = None
+    ) -> None:
         """Take in one committed checkpoint.
 
         The first one counts only until there is a second: it touches memory and
-        opens connections for the first time.
+        opens connections for the first time. Costs of earlier ones are scaled
+        when the bytes turn out to be others, as after a resize or when layers
+        are frozen.
 
         Args:
             stall_s: Training time blocked, of the rank that was blocked longest.
             persist_s: From snapshot to durable, of the slowest rank.
+            bytes_per_rank: What the rank that wrote most wrote. None: not known.
 
         Raises:
             ValueError: If a number is negative or not finite; it is named.
         """
         _check("stall_s", stall_s)
         _check("persist_s", persist_s)
+        if bytes_per_rank:
+            _check("bytes_per_rank", bytes_per_rank)
+            self._expect_bytes(bytes_per_rank)
         self._num_checkpoints += 1
         if self._num_checkpoints == 1:
             self._first = (stall_s, persist_s)
@@ -120,18 +137,31 @@ class CostEstimator:
         self._restarts_s.append(seconds)
 
     def observe_resize(self, *, bytes_ratio: float) -> None:
-        """Tell that the job was resized and each rank now writes this many times as many bytes.
+        """Tell that the job was resized and each rank is expected to write this many times as many bytes.
 
         Checkpoint costs are scaled until they are measured again; the step time
-        of the old size stands until the new one has been seen.
+        of the old size stands until the new one has been seen. The next
+        checkpoint corrects an expectation that was wrong.
         """
         _check("bytes_ratio", bytes_ratio)
+        self._rescale(bytes_ratio)
+        self._unpaired_run = self._unpaired_persist_s = None
+        self._is_first_step = True
+
+    def _expect_bytes(self, bytes_per_rank: float) -> None:
+        """Scale costs to bytes as measured, and hold those for known."""
+        known = self._bytes_per_rank
+        if known and not 1 / _OTHER_BYTES < bytes_per_rank / known < _OTHER_BYTES:
+            self._rescale(bytes_per_rank / known)
+        self._bytes_per_rank = bytes_per_rank
+
+    def _rescale(self, bytes_ratio: float) -> None:
         self._stall.rescale(bytes_ratio)
         self._persist.rescale(bytes_ratio)
         if self._first is not None:
             self._first = (self._first[0] * bytes_ratio, self._first[1] * bytes_ratio)
-        self._unpaired_run = self._unpaired_persist_s = None
-        self._is_first_step = True
+        if self._bytes_per_rank is not None:
+            self._bytes_per_rank *= bytes_ratio
 
     def costs(self) -> Costs | None:
         """Return what is known, or None before the first checkpoint and the second step."""

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from raycheck.core.decision import DAY_S, Costs, Decision, Failures, Limits, Term
 from raycheck.core.efficiency import overhead
 
-if TYPE_CHECKING:
-    from raycheck.core.interval import Costs, Decision, Failures, Limits, Term
-
-    Bound = tuple[Term, float]
-
-_DAY_S = 86_400.0
+Bound = tuple[Term, float]
 
 
 def duration_text(seconds: float) -> str:
     """Return a duration as people write it: ``412 s``, ``29.3 h``, ``3.7 days``."""
     if seconds == math.inf:
         return "forever"
-    if seconds >= 3 * _DAY_S:
-        return f"{seconds / _DAY_S:,.1f} days"
+    if seconds >= 3 * DAY_S:
+        return f"{seconds / DAY_S:,.1f} days"
     if seconds >= 3 * 3600:
         return f"{seconds / 3600:.1f} h"
     return seconds_text(seconds)
@@ -52,6 +47,8 @@ def reason(
 ) -> str:
     """Return why the interval is what it is, and what has changed since the previous decision."""
     now = seconds_text(interval_s)
+    if term == "fixed":
+        return f"interval {now}: {_steps_text(limits.interval_steps)}"
     cause = why(term, costs, failures, limits)
     if previous is None:
         return f"interval {now}: {cause}"
@@ -76,9 +73,13 @@ def why(term: Term, costs: Costs, failures: Failures | None, limits: Limits) -> 
     if term == "one_step":
         return f"one step takes {seconds_text(costs.step_s)}"
     if term == "fixed":
-        return f"set to {limits.interval_steps} steps"
+        return _steps_text(limits.interval_steps)
     setting, value = setting_of(term, limits)
     return f"{setting} is {value}"
+
+
+def _steps_text(interval_steps: int | None) -> str:
+    return f"every {'step' if interval_steps == 1 else f'{interval_steps:,} steps'}, as interval_steps says"
 
 
 def _changes(previous: Decision, costs: Costs, failures: Failures | None, limits: Limits) -> list[str]:

@@ -180,6 +180,9 @@ class EndAttempt:
     num_bytes: int = 0
     """Bytes of the shards that are durable."""
 
+    bytes_per_rank: int = 0
+    """Bytes of the largest of them."""
+
     has_commit_begun: bool = dataclasses.field(default=False, compare=False)
     """A manifest may exist: what is stored must stay, whatever came of the attempt."""
 
@@ -463,6 +466,7 @@ class CommitProtocol:
             stall_s=max((s.stall_s for s in attempt.staged.values()), default=0.0),
             persist_s=max((d.persist_s for d in attempt.durable.values()), default=0.0),
             num_bytes=sum(d.shard.num_bytes for d in attempt.durable.values()),
+            bytes_per_rank=max((d.shard.num_bytes for d in attempt.durable.values()), default=0),
             has_commit_begun=attempt.is_committing,
         )
         actions: list[Action] = [ended]

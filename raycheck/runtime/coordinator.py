@@ -580,7 +580,9 @@ class Coordinator:
             if end.num_bytes and not end.has_commit_begun:
                 self._deletion.submit(self._remove, CheckpointRef(end.plan.step, generation.id, end.plan.id))
             return
-        self._tuner.observe_checkpoint(stall_s=end.stall_s, persist_s=end.persist_s)
+        self._tuner.observe_checkpoint(
+            stall_s=end.stall_s, persist_s=end.persist_s, bytes_per_rank=end.bytes_per_rank
+        )
         self._record_interval()
         logger.info(
             "checkpoint of step %d: stall %.1f ms, persist %.2f s, %.1f MB, interval %s, overhead %.2f %%",

@@ -91,10 +91,14 @@ class Tuner:
             self._undecided_s = 0.0
             self._decide()
 
-    def observe_checkpoint(self, *, stall_s: float, persist_s: float) -> None:
+    def observe_checkpoint(
+        self, *, stall_s: float, persist_s: float, bytes_per_rank: int | None = None
+    ) -> None:
         """Take in what a committed checkpoint cost."""
         self._num_checkpoints += 1
-        self._estimator.observe_checkpoint(stall_s=stall_s, persist_s=persist_s)
+        self._estimator.observe_checkpoint(
+            stall_s=stall_s, persist_s=persist_s, bytes_per_rank=bytes_per_rank
+        )
         self._inside_at_last_start_s = self._meter.measured().inside_steps_s - persist_s
         self._decide()
 
@@ -153,6 +157,7 @@ class Tuner:
             "overhead": self.overhead,
             "max_overhead": self._limits.max_overhead,
             "step_s": self.step_s,
+            "bytes_per_rank": self._estimator.bytes_per_rank,
             "interval_s": decision.interval_s if decision else None,
             "decided_by": decision.decided_by if decision else None,
             "reason": decision.reason if decision else None,

@@ -227,6 +227,23 @@ def test_resizes_are_followed_at_once():
     assert cluster.decision.interval_s == pytest.approx(small_s, rel=0.3)
 
 
+def test_costs_follow_the_bytes_that_were_really_written():
+    """A resize that was expected to halve the shards did not: the costs are put right at once."""
+    estimator = CostEstimator()
+    for _ in range(20):
+        estimator.observe_step(1.0, overlapped=False)
+    for _ in range(4):
+        estimator.observe_checkpoint(stall_s=1.0, persist_s=20.0, bytes_per_rank=1e9)
+    estimator.observe_resize(bytes_ratio=0.5)
+    for _ in range(3):
+        estimator.observe_step(1.0, overlapped=False)
+    assert estimator.bytes_per_rank == 5e8
+    assert estimator.costs().persist_s == pytest.approx(10.0)
+    estimator.observe_checkpoint(stall_s=1.0, persist_s=20.0, bytes_per_rank=1e9)
+    assert estimator.bytes_per_rank == 1e9
+    assert estimator.costs().persist_s == pytest.approx(20.0)
+
+
 def test_an_aborted_attempt_is_not_charged_to_the_next_checkpoint():
     """Slow steps without a commit are forgotten; the next checkpoint has its own."""
     cluster = settled()

@@ -254,7 +254,8 @@ def test_a_fixed_interval_that_uploads_cannot_follow_says_so():
     decision = choose_interval(ANCHOR, fleet(8), Limits(interval_steps=10))
     assert decision.interval_steps == 10
     assert (
-        decision.reason == "interval 10 s: set to 10 steps; an upload takes up to 120 s, so some are skipped"
+        decision.reason
+        == "interval 10 s: every 10 steps, as interval_steps says; an upload takes up to 120 s, so some are skipped"
     )
 
 

@@ -72,7 +72,9 @@ def test_a_checkpoint_from_plan_to_commit():
     assert run.persist(plan, ranks=[0]) == []
     assert run.persist(plan, ranks=[1]) == [p.WriteCommit(plan, (shard(0), shard(1)))]
     (end,) = run(p.CommitEnded(plan.id))
-    assert end == p.EndAttempt(plan, "committed", "", stall_s=0.02, persist_s=2.0, num_bytes=200)
+    assert end == p.EndAttempt(
+        plan, "committed", "", stall_s=0.02, persist_s=2.0, num_bytes=200, bytes_per_rank=100
+    )
     assert run.machine.committed_step == plan.step
     assert run(p.Tick()) == [], "the next one is not due"
     run.now_s = 10.1
