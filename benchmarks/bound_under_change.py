@@ -144,10 +144,10 @@ def main():
             storage = f"s3://{server.bucket}/bound"
             options = {**server.options, "endpoint_url": f"http://127.0.0.1:{port}"}
             trained = run(storage, options, folder, phase_s, only_restore=False)
-            restored = run(storage, options, folder, phase_s, only_restore=True)
             events = read_events(Store(f"{storage}/bound/raycheck", server.options))
             first = next(e for e in events if e["kind"] == "restored")
             worst = report(events, first["unix_s"], phase_s)
+            restored = run(storage, options, folder, phase_s, only_restore=True)
             print(json.dumps({"trained": trained, "restored": restored}))
             assert restored == trained, "the last checkpoint is not what training had"
             print(f"worst phase {worst:.2%}, bound {BOUND:.1%}: {'ok' if worst <= BOUND else 'EXCEEDED'}")

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 from raycheck.errors import ConfigError
 
+_OPTIONAL_INTS = ("interval_steps", "keep_every_steps", "node_memory_bytes")
+
 OnConflict = Literal["bound", "recovery_point", "error"]
 
 
@@ -49,6 +51,12 @@ class Settings:
     keep_last: int = 3
     """How many checkpoints of this run to keep, at least 1."""
 
+    keep_every_steps: int | None = None
+    """Keep the first checkpoint at or after each multiple of this many steps for good. None: none."""
+
+    keep_every_s: float | None = None
+    """Keep the first checkpoint of each period of this many seconds for good. None: none."""
+
     register_every_s: float = 600.0
     """How often, in seconds, one checkpoint is also registered with Ray Train. Has no effect yet."""
 
@@ -87,7 +95,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_fraction(self, "max_overhead")
-        for name in ("recovery_point_s", "min_interval_s", "max_interval_s", "upload_bytes_per_s"):
+        for name in (
+            "recovery_point_s",
+            "min_interval_s",
+            "max_interval_s",
+            "upload_bytes_per_s",
+            "keep_every_s",
+        ):
             _check_positive(self, name, optional=True)
         if not isinstance(self.gpu_days_per_failure, str) and not callable(self.gpu_days_per_failure):
             _check_positive(self, "gpu_days_per_failure")
@@ -96,11 +110,12 @@ class Settings:
         for name, low, high in (
             ("interval_steps", 1, None),
             ("keep_last", 1, None),
+            ("keep_every_steps", 1, None),
             ("max_in_flight", 1, 1),
             ("upload_parallel_parts", 1, 64),
             ("node_memory_bytes", 1, None),
         ):
-            _check_int(self, name, low, high, optional=name in ("interval_steps", "node_memory_bytes"))
+            _check_int(self, name, low, high, optional=name in _OPTIONAL_INTS)
         if self.on_conflict not in get_args(OnConflict):
             _refuse("on_conflict", self.on_conflict, 'one of "bound", "recovery_point", "error"')
         _check_word_or_int(self, "resume", ("auto", "fresh"), low=0)

@@ -28,6 +28,8 @@ from raycheck.errors import ConfigError
         ("resume", "latest"),
         ("resume", -5),
         ("keep_last", 0),
+        ("keep_every_steps", 0),
+        ("keep_every_s", -1.0),
         ("on_failure", "raise"),
         ("storage_path", ""),
         ("storage_options", "key=1"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -342,6 +343,30 @@ def _check_manifest(manifest: Manifest, ref: CheckpointRef) -> None:
             raise ValueError(f"shard {rank} has {shard.num_bytes!r} bytes")
         if not isinstance(shard.digest, str) or not re.fullmatch(r"[0-9a-f]{8}", shard.digest):
             raise ValueError(f"shard {rank} has the digest {shard.digest!r}")
+
+
+def uncovered(entries: Iterable[Entry]) -> str | None:
+    """Return what is wrong if the shards' boxes do not make up every tensor once; None if they do.
+
+    Counts elements, which finds what a rank left out or wrote in another's
+    place; it is asked once per layout, before the first commit that uses it.
+    """
+    counts: dict[tuple[str, int], int] = {}
+    shapes: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    for entry in entries:
+        key = entry.name, entry.owner
+        counts[key] = counts.get(key, 0) + math.prod(entry.shape)
+        kind = shapes.setdefault(key, (entry.dtype, entry.global_shape))
+        if kind != (entry.dtype, entry.global_shape):
+            return (
+                f"{entry.name} is {entry.dtype} {list(entry.global_shape)} on rank {entry.rank}, "
+                f"elsewhere {kind[0]} {list(kind[1])}"
+            )
+    for key, count in counts.items():
+        wanted = math.prod(shapes[key][1])
+        if count != wanted:
+            return f"the ranks' parts of {key[0]} have {count} elements in all, the tensor has {wanted}"
+    return None
 
 
 def check_entries(entries: Iterable[Entry], manifest: Manifest) -> None:

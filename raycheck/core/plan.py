@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from raycheck.core.layout import Chunk, Entry
@@ -40,6 +41,48 @@ class TensorSpec:
             (first, *(0 for _ in rest)),
             (end - first, *rest),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The box of a sharded tensor that one rank holds."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    holder: int
+    """This rank's place among the ranks that hold this very box."""
+
+    num_holders: int
+
+    @property
+    def first_row(self) -> int:
+        """Where the box begins along dimension 0."""
+        return self.offset[0] if self.offset else 0
+
+    def share(self, spec: TensorSpec) -> Chunk | None:
+        """Return the part of the box that this holder is to write; None if others write it all.
+
+        The holders' parts cover the box once: a large one is cut along
+        dimension 0, a small one goes to a holder that its name decides.
+        """
+        first, end = 0, self.shape[0] if self.shape else 1
+        if spec.num_bytes <= SPLIT_ABOVE_BYTES or not self.shape:
+            if zlib.crc32(spec.name.encode()) % self.num_holders != self.holder:
+                return None
+        else:
+            first, end = (end * (self.holder + i) // self.num_holders for i in (0, 1))
+            if first == end:
+                return None
+        return self.box(spec, first, end)
+
+    def box(self, spec: TensorSpec, first: int, end: int) -> Chunk:
+        """Return rows ``[first, end)`` of the box, counted from its own first row."""
+        if not self.shape:
+            return spec.rows(0, 1)
+        offset = (self.offset[0] + first, *self.offset[1:])
+        shape = (end - first, *self.shape[1:])
+        return Chunk(spec.name, spec.dtype, spec.item_bytes, self.global_shape, offset, shape)
 
 
 def deal(specs: Sequence[TensorSpec], num_ranks: int) -> list[list[Chunk]]:

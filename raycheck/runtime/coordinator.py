@@ -29,7 +29,7 @@ from raycheck.core.interval import DAY_S
 from raycheck.core.layout import Entry, Manifest
 from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
 from raycheck.core.retention import to_delete
-from raycheck.errors import CheckpointError, FencedError, StorageError
+from raycheck.errors import CheckpointError, FencedError, StateError, StorageError
 from raycheck.observe.events import EventLog
 from raycheck.runtime import messages
 from raycheck.runtime.tuner import Tuner
@@ -98,6 +98,9 @@ class Coordinator:
         self._last_step_seen_s: float | None = None
         self._restarting_since_s: float | None = None
         self._committed: list[CheckpointRef] = []
+        self._created_unix_s: dict[CheckpointRef, float] = {}
+        """When checkpoints were committed; read from the store only where retention asks for it."""
+
         self._tuner = Tuner(settings)
         self._events = EventLog(run_store.store if settings.telemetry else None)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -231,9 +234,20 @@ class Coordinator:
             else:
                 logger.warning("step %d is incomplete, it has no manifest: left out", ref.step)
         self._committed = sorted(usable)
+        if self._settings.keep_every_s is not None:
+            self._read_times()
         if resume == "auto" and not usable:
             self._check_nothing_is_lost(tip, attempts)
         return lineage.candidates(resume, usable), tip
+
+    def _read_times(self) -> None:
+        for ref in self._committed:
+            if ref in self._created_unix_s:
+                continue
+            try:
+                self._created_unix_s[ref] = self._run_store.read_manifest(ref).created_unix_s
+            except (CheckpointError, StorageError) as error:
+                logger.warning("step %d is kept: when it was committed cannot be read: %s", ref.step, error)
 
     def _check_nothing_is_lost(self, tip: GenerationRecord | None, attempts: list[CheckpointRef]) -> None:
         """Refuse to start at step 0 what has been further, unless the user says so."""
@@ -506,6 +520,7 @@ class Coordinator:
                     write_id=secrets.token_hex(8),
                     metrics=generation.metrics.get(0, {}),
                 )
+                self._created_unix_s[manifest.ref] = manifest.created_unix_s
                 self._storage.submit(self._commit, generation, manifest, dict(generation.tables))
             case protocol.EndAttempt():
                 self._attempt_ended(generation, action)
@@ -530,6 +545,9 @@ class Coordinator:
         try:
             entries = tuple(entry for rank in range(generation.world_size) for entry in tables[rank])
             if self._last_layout is None or self._last_layout[0] != entries:
+                problem = layout.uncovered(entries)
+                if problem is not None:
+                    raise StateError(f"step {manifest.ref.step} cannot be put together again: {problem}")
                 self._last_layout = entries, self._run_store.write_layout(entries)
             self._run_store.write_manifest(dataclasses.replace(manifest, layout_digest=self._last_layout[1]))
             newer = lineage.newer_claim(generation.id, self._run_store.claims())
@@ -602,7 +620,13 @@ class Coordinator:
         )
         self._deletion.submit(self._events.flush_if_older_than, _TELEMETRY_EVERY_S)
         self._committed.append(CheckpointRef(end.plan.step, generation.id, end.plan.id))
-        old = to_delete(self._committed, keep_last=self._settings.keep_last)
+        old = to_delete(
+            self._committed,
+            keep_last=self._settings.keep_last,
+            keep_every_steps=self._settings.keep_every_steps,
+            keep_every_s=self._settings.keep_every_s,
+            created_unix_s=self._created_unix_s,
+        )
         self._deletion.submit(self._rotate, generation.id, old)
 
     def _sweep(self, generation_id: GenerationId) -> None:
@@ -643,6 +667,7 @@ class Coordinator:
 
     def _forget(self, ref: CheckpointRef) -> None:
         self._committed = [kept for kept in self._committed if kept != ref]
+        self._created_unix_s.pop(ref, None)
 
     def _tell_all(self, order: messages.Order) -> None:
         for node in sorted(self._nodes):

@@ -125,6 +125,10 @@ class Session:
         try:
             restorer, ref = self._agree()
             if restorer is not None and ref is not None:
+                if restorer.unmatched and self._context.rank == 0:
+                    logger.warning(
+                        "step %d is restored in part:\n  %s", ref.step, "\n  ".join(restorer.unmatched)
+                    )
                 restorer.load((ref.step, str(ref.generation)))
                 self.step_number = ref.step
                 self._segment.page.step = ref.step

@@ -31,7 +31,13 @@ def attached() -> Checkpointer | None:
     return _attached
 
 
-def attach(*, optional: bool = False, **state: Any) -> Checkpointer:
+def attach(
+    *,
+    optional: bool = False,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    **state: Any,
+) -> Checkpointer:
     """Make ``state`` checkpoint itself, and restore it in place if a checkpoint exists.
 
     Call it once in the train function, on every rank, after the model is
@@ -46,11 +52,19 @@ def attach(*, optional: bool = False, **state: Any) -> Checkpointer:
     Args:
         optional: Do nothing, with one warning, where the run has no
             ``AutoCheckpoint``, so that the same loop runs without it.
+        strict: Refuse a checkpoint that does not hold exactly this state.
+            False: what is only in the checkpoint is left out, what is only
+            here stays as it is, and one warning lists both. Shapes and types
+            must agree all the same.
+        rename: Names in the checkpoint that have another name now, such as
+            ``{"model.encoder": "model.backbone"}``; what lies below a name and
+            the optimizer's state for it follow.
         **state: What to save, by name.
 
     Raises:
         NotEnabledError: If the run has no ``AutoCheckpoint``.
         StateError: If something in the state cannot be saved; names its path.
+        ConfigError: If ``rename`` is wrong.
         CheckpointMismatchError: If the run's checkpoint is another model's;
             nothing has been loaded.
         CheckpointError: If no checkpoint of the run can be restored.
@@ -62,7 +76,7 @@ def attach(*, optional: bool = False, **state: Any) -> Checkpointer:
             raise RuntimeError(
                 "raycheck.attach() was called twice in this process; pass all state to one call"
             )
-        tree = StateTree(state)
+        tree = StateTree(state, strict=strict, rename=rename)
         if _context is None or not _context.settings.enabled:
             if _context is None and not (optional or compat.is_local_run()):
                 raise NotEnabledError(

@@ -39,15 +39,28 @@ class Codec:
         """Return what `encode` returned as JSON text."""
         return json.dumps(coded, separators=(",", ":"), allow_nan=False).encode()
 
-    def loads(self, data: bytes, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def loads(
+        self,
+        data: bytes,
+        tensors: Mapping[str, torch.Tensor],
+        wants: Callable[[str], bool] = lambda part: True,
+    ) -> Any:
         """Return what `encode` was given.
+
+        Args:
+            data: The JSON text.
+            tensors: By the names that were stored in their place.
+            wants: Which keys of the outermost dict to decode; the others are left out.
 
         Raises:
             CorruptCheckpointError: If the text is damaged, or names a type that
                 is not allowed here.
         """
         try:
-            return self._decode(json.loads(data), tensors)
+            coded = json.loads(data)
+            if isinstance(coded, dict):
+                coded = {key: value for key, value in coded.items() if wants(key)}
+            return self._decode(coded, tensors)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"stored values are damaged: {error!r}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from raycheck.core.plan import Piece
 from raycheck.errors import StateError
+from raycheck.state.sharded import are_any_sharded, local_of
 from raycheck.state.spans import Addresses
 from raycheck.state.tree import Capture
 
@@ -32,20 +34,58 @@ UNTRACKED = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Live:
-    """The tensors of a capture, shared ones first. Holds references, so drop it after use."""
+    """The tensors of a capture: shared ones, then pieces, then this rank's own.
+
+    Holds references, so drop it after use.
+    """
 
     names: list[str]
     tensors: list[torch.Tensor]
+    """Of a DTensor, the local one."""
+
     num_shared: int
+    pieces: list[Piece]
+    """Of sharded tensors, which boxes ``tensors[num_shared : num_shared + len(pieces)]`` are."""
 
     @classmethod
-    def of(cls, capture: Capture) -> Live:
-        """Return the tensors of a capture."""
+    def of(cls, capture: Capture, *, world_size: int) -> Live:
+        """Return the tensors of a capture.
+
+        Args:
+            capture: The state.
+            world_size: Ranks of the job.
+
+        Raises:
+            StateError: If a DTensor cannot be saved.
+        """
+        shared, own, held = capture.shared, capture.own, capture.held
+        if are_any_sharded(shared.values()) or are_any_sharded(own.values()):
+            shared, held = _split(shared, held, world_size)
+            own, held = _split(own, held, world_size)
         return cls(
-            [*capture.shared, *capture.own],
-            [*capture.shared.values(), *capture.own.values()],
-            len(capture.shared),
+            [*shared, *held, *own],
+            [*shared.values(), *(tensor for tensor, _ in held.values()), *own.values()],
+            len(shared),
+            [piece for _, piece in held.values()],
         )
+
+
+Held = dict[str, tuple[torch.Tensor, Piece]]
+
+
+def _split(
+    tensors: Mapping[str, torch.Tensor], held: Held, world_size: int
+) -> tuple[dict[str, torch.Tensor], Held]:
+    """Return the tensors that are whole here, and ``held`` with the others."""
+    whole: dict[str, torch.Tensor] = {}
+    held = dict(held)
+    for name, tensor in tensors.items():
+        local, piece = local_of(name, tensor, world_size=world_size)
+        if piece is None:
+            whole[name] = local
+        else:
+            held[name] = local, piece
+    return whole, held
 
 
 class Acquaintance:
@@ -65,6 +105,7 @@ class Acquaintance:
     def __init__(self, live: Live, before: Acquaintance | None = None) -> None:
         self.names = live.names
         self.num_shared = live.num_shared
+        self.pieces = live.pieces
         try:
             kinds = _kinds(live.tensors)
         except RuntimeError:
@@ -88,7 +129,7 @@ class Acquaintance:
         Quick: shape, dtype and strides could still have been changed in place,
         which `holds_for` finds out.
         """
-        if live.names != self.names or live.num_shared != self.num_shared:
+        if live.names != self.names or live.num_shared != self.num_shared or live.pieces != self.pieces:
             return False
         known = [reference() for reference in self._references]
         if not all(map(operator.is_, known, live.tensors)):

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # a torch without FSDP2
+    FSDPModule = None  # type: ignore[assignment,misc]
+
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -60,11 +65,17 @@ class ModuleWalk:
         self._name = name
         self._module = module
         self._nodes: list[_Node] = []
+        self._gathered: list[Any] = []
+        """FSDP2 modules, which may hold whole parameters in place of their shards after a forward."""
 
     def look(self) -> ModuleContent:
         """Return what the module holds now. Costs about a microsecond per submodule."""
         if not self._nodes or not all(map(_Node.is_current, self._nodes)):
             self._nodes = list(_visit(self._module, self._name, set()))
+            modules = [node.module for node in self._nodes]
+            self._gathered = [m for m in modules if FSDPModule is not None and isinstance(m, FSDPModule)]
+        for module in self._gathered:
+            module.reshard()
         parameters: list[tuple[str, Any]] = []
         buffers: list[tuple[str, Any]] = []
         with_extra_state = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +45,18 @@ class Placement:
         keeps_per_rank: bool,
         values_bytes: int,
     ) -> None:
-        self._key = (known.names, known.kinds, known.num_shared)
+        self._key = _key_of(known)
         self._keeps_per_rank = keeps_per_rank
         self.values_bytes = values_bytes
-        num_dealt = 0 if keeps_per_rank else live.num_shared
         specs = [_spec(name, tensor) for name, tensor in zip(live.names, live.tensors, strict=True)]
-        chunks = list(deal(specs[:num_dealt], world_size)[rank])
-        chunks += [dataclasses.replace(_whole(spec), owner=rank) for spec in specs[num_dealt:]]
+        first_own = live.num_shared + len(live.pieces)
+        shared, held, own = specs[: live.num_shared], specs[live.num_shared : first_own], specs[first_own:]
+        if keeps_per_rank:
+            shared, own = [], [*shared, *own]
+        chunks = list(deal(shared, world_size)[rank])
+        shares = [piece.share(spec) for piece, spec in zip(live.pieces, held, strict=True)]
+        chunks += [share for share in shares if share is not None]
+        chunks += [dataclasses.replace(_whole(spec), owner=rank) for spec in own]
         chunks.sort(key=lambda chunk: chunk.num_bytes < SMALL_BYTES)
         size = (self.values_bytes,)
         self.image: ShardImage = shard_image(
@@ -61,14 +67,20 @@ class Placement:
 
         index_of = {name: index for index, name in enumerate(live.names)}
         self.tensor_index: Indices = np.array([index_of[chunk.name] for chunk in chunks], dtype=np.intp)
-        self.source_offset: Addresses = as_addresses([_source_offset(chunk) for chunk in chunks])
+        base_of = {spec.name: piece.first_row for piece, spec in zip(live.pieces, held, strict=True)}
+        self.first_row = [_first_row(chunk) - base_of.get(chunk.name, 0) for chunk in chunks]
+        """Per chunk, which row of the tensor in memory it begins with."""
+
+        self.source_offset: Addresses = as_addresses(
+            [row * _row_bytes(chunk) for row, chunk in zip(self.first_row, chunks, strict=True)]
+        )
         self.begin: Addresses = as_addresses([entry.begin for entry in self.image.entries[:-1]])
         self.num_bytes: Addresses = as_addresses([chunk.num_bytes for chunk in chunks])
         self._ways: tuple[bytes, Way, Way] | None = None
 
     def fits(self, known: Acquaintance) -> bool:
         """Return whether this still is the layout of these tensors."""
-        return (known.names, known.kinds, known.num_shared) == self._key
+        return _key_of(known) == self._key
 
     def has_room(self, values_bytes: int, *, keeps_per_rank: bool) -> bool:
         """Return whether nothing but the tensors could ask for another layout."""
@@ -120,11 +132,8 @@ class Way:
     """All that are copied by address."""
 
 
-def rows_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """Return the part of a tensor that a chunk is, as a view."""
-    if chunk.shape == tuple(tensor.shape):
-        return tensor
-    return tensor[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
+def _key_of(known: Acquaintance) -> tuple[Any, ...]:
+    return known.names, known.kinds, known.num_shared, known.pieces
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -136,7 +145,9 @@ def _whole(spec: TensorSpec) -> Chunk:
     return spec.rows(0, spec.shape[0] if spec.shape else 1)
 
 
-def _source_offset(chunk: Chunk) -> int:
-    if not chunk.offset or not chunk.offset[0]:
-        return 0
-    return chunk.offset[0] * (chunk.num_bytes // chunk.shape[0])
+def _first_row(chunk: Chunk) -> int:
+    return chunk.offset[0] if chunk.offset else 0
+
+
+def _row_bytes(chunk: Chunk) -> int:
+    return chunk.num_bytes // chunk.shape[0] if chunk.shape and chunk.shape[0] else 0

@@ -1,15 +1,16 @@
 """Restoring: which bytes this rank needs, and how they reach the live tensors.
 
-Shared tensors are dealt to the ranks as for a snapshot: each reads its part
-into the arena, and once every rank has verified its own, the parts go round
-over the process group. So storage sends each byte about once per job.
+Tensors that every rank needs whole are dealt to the ranks as for a snapshot:
+each reads its part into the arena, and once every rank has verified its own,
+the parts go round over the process group. Of a sharded tensor a rank reads its
+own box. So storage sends each byte about once per job, whatever the world size
+and the sharding were when it was saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from raycheck.core.layout import Chunk, Entry, shard_image
-from raycheck.core.plan import Read, TensorSpec, deal, plan_reads
+from raycheck.core.plan import Piece, Read, TensorSpec, deal, plan_reads
 from raycheck.errors import CorruptCheckpointError
 from raycheck.state.codec import Codec
 from raycheck.state.rng import restore_rng, seed_rng
 from raycheck.state.segment import Segment
+from raycheck.state.sharded import local_of, whole_piece
 from raycheck.state.snapshot import VALUES
 from raycheck.state.tree import SavedTensor, StateTree
 
@@ -78,19 +80,43 @@ class Restorer:
         shared, own = _saved_tensors(entries, self._owner)
         saved = {name: SavedTensor(_dtype(spec.dtype), spec.shape) for name, spec in (shared | own).items()}
         saved.pop(VALUES)
-        self._targets = tree.destinations(saved)
-        self._shares = [
-            _place(chunks) for chunks in deal([shared[name] for name in shared], self._num_readers)
+        found = tree.destinations(saved)
+        self._targets = found.tensors
+        self.unmatched = found.unmatched
+        """What is only in the checkpoint or only here; empty where that is not allowed."""
+
+        self._local = {
+            name: local_of(name, target, world_size=world_size) for name, target in self._targets.items()
+        }
+        dealt = [
+            spec
+            for name, spec in shared.items()
+            if name in self._targets and name not in found.apart and self._local[name][1] is None
         ]
+        self._shares = [_place(chunks) for chunks in deal(dealt, self._num_readers)]
         mine = self._shares[self._reader]
-        end = max((placed.begin + placed.chunk.num_bytes for placed in mine), default=0)
-        own_chunks = [
-            dataclasses.replace(spec.rows(0, spec.shape[0] if spec.shape else 1), owner=self._owner)
-            for spec in own.values()
-        ]
-        self._own = [_Placed(p.chunk, p.begin + end + -end % 16) for p in _place(own_chunks)]
+        self._own = _place_after(mine, self._boxes(shared, dealt) + self._own_chunks(own))
         self._wanted = [*mine, *self._own]
         self._entries = entries
+
+    def _boxes(self, shared: dict[str, TensorSpec], dealt: list[TensorSpec]) -> list[Chunk]:
+        """Return the boxes that this rank reads for itself alone."""
+        read_by_all = {spec.name for spec in dealt}
+        boxes = []
+        for name, spec in shared.items():
+            if name in self._targets and name not in read_by_all:
+                tensor, piece = self._local[name]
+                piece = piece or whole_piece(tensor)
+                boxes.append(piece.box(spec, 0, piece.shape[0] if piece.shape else 1))
+        return boxes
+
+    def _own_chunks(self, own: dict[str, TensorSpec]) -> list[Chunk]:
+        """Return the values of the saved rank whose place this rank takes."""
+        return [
+            dataclasses.replace(spec.rows(0, spec.shape[0] if spec.shape else 1), owner=self._owner)
+            for name, spec in own.items()
+            if name in self._targets or name == VALUES
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -110,21 +136,26 @@ class Restorer:
             raise CorruptCheckpointError(f"the layout lacks bytes of {error.args[0]!r}") from error
 
     def check(self) -> None:
-        """Look at what was read, before anything live changes.
+        """Look at what was read, before anything live changes; completes `unmatched`.
 
         Raises:
             CorruptCheckpointError: If the plain values are damaged.
             CheckpointMismatchError: If an object says that they do not fit it.
         """
-        self._tree.check(self._values())
+        values = self._values()
+        del values["rng"]
+        self.unmatched += [text for text in self._tree.check(values) if text not in self.unmatched]
 
     def _values(self) -> dict[str, Any]:
         placed = next(p for p in self._own if p.chunk.name == VALUES)
         text = bytes(self._segment.arena[placed.begin : placed.begin + placed.chunk.num_bytes])
-        loaded = self._codec.loads(text, self._targets)
+        loaded = self._codec.loads(text, self._targets, self._wants)
         if not isinstance(loaded, dict) or "rng" not in loaded:
             raise CorruptCheckpointError("stored values are damaged: no generators among them")
         return loaded
+
+    def _wants(self, part_name: str) -> bool:
+        return part_name == "rng" or self._tree.wants(part_name)
 
     def load(self, seed_parts: tuple[object, ...]) -> None:
         """Copy everything into the live state. All ranks must have verified their bytes.
@@ -166,13 +197,18 @@ class Restorer:
             self._fill(placed.chunk, data[first : first + placed.chunk.num_bytes])
 
     def _fill(self, chunk: Chunk, data: torch.Tensor) -> None:
-        target = self._targets[chunk.name]
-        if chunk.shape != tuple(target.shape):
-            target = target[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
-        if chunk.num_bytes:
-            # An inference tensor may be written to in this mode alone.
-            with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
-                target.copy_(data.view(target.dtype).view(chunk.shape))
+        """Copy what a chunk and the live tensor of this rank have in common."""
+        target, piece = self._local[chunk.name]
+        source = data.view(target.dtype).view(chunk.shape)
+        spans = _common(chunk, piece)
+        if any(low >= high for low, high, _ in spans):
+            return
+        for dim, (low, high, at) in enumerate(spans):
+            target = target.narrow(dim, low - at, high - low)
+            source = source.narrow(dim, low - chunk.offset[dim], high - low)
+        # An inference tensor may be written to in this mode alone.
+        with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+            target.copy_(source)
 
     def _arena_bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:
@@ -189,8 +225,7 @@ def _saved_tensors(
     for entry in entries:
         into = shared if entry.owner < 0 else own if entry.owner == owner else None
         if into is not None and entry.name not in into:
-            items = math.prod(entry.shape)
-            item_bytes = entry.num_bytes // items if items else 1
+            item_bytes = _dtype(entry.dtype).itemsize
             into[entry.name] = TensorSpec(entry.name, entry.dtype, item_bytes, entry.global_shape)
     if VALUES not in own:
         raise CorruptCheckpointError(f"the layout has no values of rank {owner}")
@@ -207,6 +242,22 @@ def _place(chunks: Sequence[Chunk]) -> list[_Placed]:
     base = len(image.header)
     placed = [_Placed(c, e.begin - base) for c, e in zip(chunks, image.entries, strict=True)]
     return sorted(placed, key=lambda p: p.begin)
+
+
+def _place_after(taken: Sequence[_Placed], chunks: Sequence[Chunk]) -> list[_Placed]:
+    end = max((placed.begin + placed.chunk.num_bytes for placed in taken), default=0)
+    return [_Placed(p.chunk, p.begin + end + -end % 16) for p in _place(chunks)]
+
+
+def _common(chunk: Chunk, piece: Piece | None) -> list[tuple[int, int, int]]:
+    """Return, per dimension, where what both have begins and ends, and where the piece begins."""
+    offset = piece.offset if piece else (0,) * len(chunk.shape)
+    shape = piece.shape if piece else chunk.global_shape
+    spans = []
+    for first, extent, at, size in zip(chunk.offset, chunk.shape, offset, shape, strict=True):
+        low = max(first, at)
+        spans.append((low, min(first + extent, at + size), at))
+    return spans
 
 
 def _buckets(share: Sequence[_Placed]) -> Iterator[list[_Placed]]:

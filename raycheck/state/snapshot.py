@@ -30,7 +30,7 @@ from raycheck.errors import StateError
 from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
 from raycheck.state.live import UNTRACKED, Acquaintance, Live, versions_of
-from raycheck.state.placement import VALUES, Placement, Way, rows_of
+from raycheck.state.placement import VALUES, Placement, Way
 from raycheck.state.replica import Sample, digest_of, sample_of
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
@@ -162,7 +162,7 @@ class Snapshotter:
         """
         capture = self._tree.capture()
         values = self._take_values(capture)
-        live = Live.of(capture)
+        live = Live.of(capture, world_size=self._world_size)
         self._segment.check(self._place(live, Acquaintance(live), len(values)).image.num_bytes)
 
     @property
@@ -187,7 +187,7 @@ class Snapshotter:
         started_s = time.perf_counter()
         capture = self._tree.capture()
         values = self._take_values(capture)
-        live = Live.of(capture)
+        live = Live.of(capture, world_size=self._world_size)
         placement = self._lay_out(live, len(values))
         self._write_values(placement, values)
         pending = self._copy_what_cannot_wait(placement, live, capture, plan)
@@ -259,7 +259,7 @@ class Snapshotter:
         capture = self._tree.capture()
         try:
             values = self._take_values(capture)
-            self._lay_out(Live.of(capture), len(values))
+            self._lay_out(Live.of(capture, world_size=self._world_size), len(values))
         except (StateError, OSError):
             return  # the snapshot will say so
         self._jobs.put(self._segment.touch)
@@ -392,7 +392,9 @@ class Snapshotter:
             gather(self._segment.fd, offset, sources[run], placement.num_bytes[run])
 
     def _copy_other(self, placement: Placement, index: int, tensor: torch.Tensor) -> None:
-        source = rows_of(tensor.detach(), placement.chunks[index])
+        chunk, source = placement.chunks[index], tensor.detach()
+        if chunk.shape != tuple(source.shape):
+            source = source.narrow(0, placement.first_row[index], chunk.shape[0])
         begin, num_bytes = int(placement.begin[index]), int(placement.num_bytes[index])
         window = self._segment.arena[begin : begin + num_bytes]
         torch.frombuffer(window, dtype=source.dtype).view(source.shape).copy_(source)

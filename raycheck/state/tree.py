@@ -8,18 +8,21 @@ those of the unwrapped model: no ``module.``, no ``_orig_mod.``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from raycheck.core.plan import Piece
+from raycheck.core.renames import Renames
 from raycheck.errors import CheckpointMismatchError, StateError
 from raycheck.state.modules import ModuleWalk
+from raycheck.state.sharded import are_any_sharded, whole_piece
 
 _EXTRA_STATE = "_extra_state"
 _TIES = "*ties"
 
-RESERVED = ("optional", "rng", "values")
+RESERVED = ("optional", "rename", "rng", "strict", "values")
 """Keywords that attach() or the checkpoint itself takes."""
 
 
@@ -29,6 +32,9 @@ class Capture:
 
     shared: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that all ranks hold alike: parameters and the optimizer's state for them."""
+
+    held: dict[str, tuple[torch.Tensor, Piece]] = dataclasses.field(default_factory=dict)
+    """Tensors of which this rank holds a part, or which it alone holds."""
 
     own: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that may differ from rank to rank."""
@@ -51,6 +57,23 @@ class SavedTensor:
     shape: tuple[int, ...]
 
 
+@dataclasses.dataclass(slots=True)
+class Destinations:
+    """Where saved tensors go."""
+
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The live tensor for each saved one that this rank takes, by name."""
+
+    apart: set[str] = dataclasses.field(default_factory=set)
+    """Names that some ranks take and others do not; the same set on all ranks."""
+
+    misfits: list[str] = dataclasses.field(default_factory=list)
+    """What cannot be restored because it is of another kind here."""
+
+    unmatched: list[str] = dataclasses.field(default_factory=list)
+    """What is only in the checkpoint, or only here."""
+
+
 class Part(Protocol):
     """One keyword of ``attach``."""
 
@@ -59,12 +82,11 @@ class Part(Protocol):
     def capture(self, out: Capture) -> None:
         """Add references to this part's present state."""
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return the live tensors that take the saved ones of this part, by name.
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add the live tensors that take the saved ones of this part, and what does not fit."""
 
-        Raises:
-            CheckpointMismatchError: If they do not fit together. Nothing live has changed.
-        """
+    def check(self, values: Any, out: Destinations) -> None:
+        """Add what of the saved plain values does not fit. Nothing live changes."""
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Put back plain values; called after all destinations are filled."""
@@ -75,12 +97,19 @@ class StateTree:
 
     Args:
         state: What the user gave to ``attach``.
+        strict: Whether a checkpoint must hold exactly this state. False: what
+            is only in the checkpoint is left out, what is only here stays as
+            it is; shapes and types must agree all the same.
+        rename: From names in a checkpoint to names here, as `Renames` takes them.
 
     Raises:
         StateError: If an object is of no kind that can be saved.
+        ConfigError: If ``rename`` is wrong.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> None:
         self.values = {key: value for key, value in state.items() if _is_immutable(value)}
         """Plain immutable values by keyword; assign here to change what is saved."""
 
@@ -93,6 +122,10 @@ class StateTree:
         self.parts: list[Part] = [by_name.get(key) or self._part(key, value) for key, value in state.items()]
         self.stateful = [value for value in state.values() if callable(getattr(value, "state_dict", None))]
         self.optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+        self._strict = strict
+        self._rename = Renames(
+            rename or {}, [key for key, value in state.items() if isinstance(value, torch.optim.Optimizer)]
+        )
 
     def _part(self, key: str, value: Any) -> Part:
         if isinstance(value, torch.optim.Optimizer):
@@ -119,41 +152,100 @@ class StateTree:
             part.capture(out)
         return out
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return the live tensor for every saved one.
+    def destinations(self, saved: Mapping[str, SavedTensor]) -> Destinations:
+        """Return the live tensors that take the saved ones, by the names in the checkpoint.
 
         Raises:
-            CheckpointMismatchError: If any part does not fit; lists what differs.
+            CheckpointMismatchError: If they do not fit together; lists what differs.
         """
-        found: dict[str, torch.Tensor] = {}
-        problems: list[str] = []
+        names_now = self._names_now(saved)
+        by_part: dict[str, dict[str, SavedTensor]] = {part.name: {} for part in self.parts}
+        out = Destinations()
+        for name, tensor in saved.items():
+            now = names_now[name]
+            key = now.partition(".")[0]
+            if key in by_part:
+                by_part[key][now] = tensor
+            elif (text := _unexpected_part(key)) not in out.unmatched:
+                out.unmatched.append(text)
+        for part in self.parts:
+            part.find(by_part[part.name], out)
+        self._judge(out)
+        found = {name: out.tensors[now] for name, now in names_now.items() if now in out.tensors}
+        apart = {name for name, now in names_now.items() if now in out.apart}
+        return dataclasses.replace(out, tensors=found, apart=apart)
+
+    def wants(self, part_name: str) -> bool:
+        """Return whether a part of the checkpoint, by its name there, is a part here."""
+        return any(part.name == self._rename(part_name) for part in self.parts)
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """Look whether all plain values could be loaded.
+
+        Returns:
+            What is only in the checkpoint or only here; nothing if this tree is strict.
+
+        Raises:
+            CheckpointMismatchError: If not. Nothing live has changed.
+        """
+        out = Destinations()
+        renamed = self._values_now(values)
         known = {part.name for part in self.parts}
-        for key in sorted({name.partition(".")[0] for name in saved} - known):
-            problems.append(f"unexpected: {key} is in the checkpoint and not in attach()")
+        for name in sorted(renamed.keys() - known):
+            out.unmatched.append(_unexpected_part(name))
         for part in self.parts:
-            mine = {name: tensor for name, tensor in saved.items() if name.partition(".")[0] == part.name}
-            try:
-                found |= part.destinations(mine)
-            except CheckpointMismatchError as error:
-                problems += error.facts["problems"]
-        if problems:
-            raise mismatch(problems)
-        return found
-
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Ask every part that can tell whether it could load: modules, objects with ``check_state_dict``.
-
-        Raises:
-            CheckpointMismatchError: If one could not. Nothing live has changed.
-        """
-        for part in self.parts:
-            if isinstance(part, ModulePart | StatefulPart) and part.name in values:
-                part.check(values[part.name])
+            if part.name in renamed:
+                part.check(renamed[part.name], out)
+            elif not isinstance(part, TensorPart):
+                out.unmatched.append(f"missing: {part.name} is in attach() and not in the checkpoint")
+        self._judge(out)
+        return out.unmatched
 
     def load(self, values: Mapping[str, Any], restored: Mapping[str, torch.Tensor]) -> None:
-        """Put back the plain values of all parts, after the tensors are in place."""
+        """Put back the plain values of all parts, after the tensors are in place.
+
+        Args:
+            values: By part, as in the checkpoint.
+            restored: What `destinations` returned.
+        """
+        renamed = self._values_now(values)
+        tensors = {self._rename(name): tensor for name, tensor in restored.items()}
         for part in self.parts:
-            part.load(values.get(part.name), restored)
+            if part.name in renamed:
+                part.load(renamed[part.name], tensors)
+
+    def _judge(self, out: Destinations) -> None:
+        problems = out.misfits + (out.unmatched if self._strict else [])
+        if problems:
+            raise mismatch(sorted(problems))
+
+    def _names_now(self, saved: Iterable[str]) -> dict[str, str]:
+        try:
+            return self._rename.all(saved)
+        except ValueError as error:
+            raise mismatch([str(error)]) from error
+
+    def _values_now(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return plain values with the names in them renamed: keys of modules and optimizers are names."""
+        if not self._rename:
+            return dict(values)
+        renamed: dict[str, Any] = {}
+        for key, value in values.items():
+            now = self._rename(key)
+            part = next((part for part in self.parts if part.name == now), None)
+            if isinstance(part, ModulePart):
+                value = {self._rename(name): content for name, content in value.items()}
+                if _TIES in value:
+                    value[_TIES] = {self._rename(n): self._rename(to) for n, to in value[_TIES].items()}
+            if isinstance(part, OptimizerPart):
+                state = {self._rename(name): fields for name, fields in value["*state"].items()}
+                value = {**value, "*state": state}
+            renamed[now] = value
+        return renamed
+
+
+def _unexpected_part(key: str) -> str:
+    return f"unexpected: {key} is in the checkpoint and not in attach()"
 
 
 def mismatch(problems: list[str]) -> CheckpointMismatchError:
@@ -161,7 +253,8 @@ def mismatch(problems: list[str]) -> CheckpointMismatchError:
     shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
     return CheckpointMismatchError(
         "the checkpoint in this run's folder belongs to another model; nothing was loaded:\n  "
-        f'{shown}\nUse another run name, or resume="fresh" to leave it behind',
+        f'{shown}\nUse another run name, or resume="fresh" to leave it behind; attach(..., strict=False) '
+        "restores what fits, attach(..., rename={old: new}) finds what has another name now",
         problems=problems,
     )
 
@@ -196,27 +289,23 @@ class ModulePart:
             values[_TIES] = found.ties
         out.values[self.name] = values
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers by name."""
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add parameters and buffers."""
         found = self._walk.look()
-        wanted = {n: t for n, t in saved.items() if _EXTRA_STATE not in n}
-        return _match({**found.parameters, **found.buffers}, wanted, found.ties)
+        extra = {n: t for n, t in saved.items() if _EXTRA_STATE in n}
+        out.tensors |= _fresh(extra)
+        wanted = {n: t for n, t in saved.items() if n not in extra}
+        _match({**found.parameters, **found.buffers}, wanted, out, found.ties)
 
-    def check(self, values: Any) -> None:
-        """Compare the ties: with others, a tensor would silently get what another one had.
-
-        Raises:
-            CheckpointMismatchError: If they differ. Nothing live has changed.
-        """
+    def check(self, values: Any, out: Destinations) -> None:
+        """Compare the ties: with others, a tensor would silently get what another one had."""
         saved: dict[str, str] = (values or {}).get(_TIES, {})
         live = self._walk.look().ties
-        problems = [
+        out.misfits += [
             f"tied: {name} is {_tie(saved.get(name))} in the checkpoint and {_tie(live.get(name))} here"
             for name in sorted({*saved, *live})
             if saved.get(name) != live.get(name)
         ]
-        if problems:
-            raise mismatch(problems)
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Put back extra state."""
@@ -260,7 +349,8 @@ class OptimizerPart:
 
     def _capture_state(self, out: Capture, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
         others: dict[str, dict[str, Any]] = {}
-        for parameter, fields in self._optimizer.state.items():
+        is_alone = _held_here(self._optimizer) is not None
+        for parameter, fields in _stepped(self._optimizer).state.items():
             parameter_name = names.get(id(parameter))
             if parameter_name is None:  # left over: no group has this parameter any more
                 continue
@@ -268,7 +358,10 @@ class OptimizerPart:
             out.deferrable.update(full_names)
             for name, key, value in zip(full_names, fields, fields.values(), strict=True):
                 if isinstance(value, torch.Tensor):
-                    out.shared[name] = value
+                    if is_alone:
+                        out.held[name] = value, whole_piece(value)
+                    else:
+                        out.shared[name] = value
                 else:
                     others.setdefault(parameter_name, {})[key] = value
         return others
@@ -281,24 +374,29 @@ class OptimizerPart:
             self._field_names[parameter_name] = known
         return known[1]
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return a tensor for each saved one; state that is not there yet is made, with no dummy step."""
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add a tensor for each saved one; state that is not there yet is made, with no dummy step."""
         by_name = {name: parameter for parameter, name in self._named_parameters()}
-        found: dict[str, torch.Tensor] = {}
-        problems: list[str] = []
+        here = _held_here(self._optimizer)
         for name, tensor in saved.items():
             if name.startswith(f"{self.name}.*"):
-                found |= _fresh({name: tensor})
+                out.tensors |= _fresh({name: tensor})
                 continue
             parameter_name, _, key = name.removeprefix(f"{self.name}.").rpartition(".")
             parameter = by_name.get(parameter_name)
             if parameter is None:
-                problems.append(f"unexpected: {name}")
+                out.unmatched.append(f"unexpected: {name} is in the checkpoint and not in the optimizer")
                 continue
-            found[name] = self._slot(parameter, key, tensor)
-        if problems:
-            raise mismatch(problems)
-        return found
+            if here is not None:
+                out.apart.add(name)
+            if here is None or id(parameter) in here:
+                out.tensors[name] = self._slot(parameter, key, tensor)
+
+    def check(self, values: Any, out: Destinations) -> None:
+        """Compare the number of groups: their options are restored one by one."""
+        saved, live = len(values["*groups"]), len(self._optimizer.param_groups)
+        if saved != live:
+            out.unmatched.append(f"groups: {self.name} has {saved} in the checkpoint and {live} here")
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Install state and group options. Learning rates that are tensors keep their identity."""
@@ -309,21 +407,18 @@ class OptimizerPart:
             if name.startswith(f"{self.name}.") and parameter_name in by_name:
                 state.setdefault(by_name[parameter_name], {})[key] = tensor
         for parameter_name, fields in values["*state"].items():
-            state.setdefault(by_name[parameter_name], {}).update(fields)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(state)
-        for group, saved in zip(self._optimizer.param_groups, values["*groups"], strict=True):
-            for key, value in saved.items():
-                if key == "params":
-                    continue
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.copy_(value)
-                else:
-                    group[key] = value
+            if parameter_name in by_name:
+                state.setdefault(by_name[parameter_name], {}).update(fields)
+        live = _stepped(self._optimizer).state
+        live.clear()
+        live.update(state)
+        groups = self._optimizer.param_groups
+        if len(groups) == len(values["*groups"]):
+            for group, saved in zip(groups, values["*groups"], strict=True):
+                _restore_options(group, saved)
 
     def _slot(self, parameter: torch.Tensor, key: str, saved: SavedTensor) -> torch.Tensor:
-        present = self._optimizer.state.get(parameter, {}).get(key)
+        present = _stepped(self._optimizer).state.get(parameter, {}).get(key)
         if isinstance(present, torch.Tensor) and _fits(present, saved):
             return present
         group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
@@ -343,6 +438,37 @@ class OptimizerPart:
                 yield parameter, _name_of(parameter, known, g, i)
 
 
+def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that has the state: that of ZeRO is inside, for the parameters of this rank."""
+    inner: torch.optim.Optimizer = (
+        getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
+    )
+    return inner
+
+
+def _held_here(optimizer: torch.optim.Optimizer) -> set[int] | None:
+    """Return the ids of the parameters whose state this rank alone holds; None if all ranks hold all."""
+    if not _is_zero(optimizer):
+        return None
+    return {id(p) for group in _stepped(optimizer).param_groups for p in group["params"]}
+
+
+def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    # By name: importing the class fails where torch has no distributed package.
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+
+
+def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        live = group.get(key)
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+            live.copy_(value)
+        else:
+            group[key] = value
+
+
 def _name_of(parameter: torch.Tensor, known: Mapping[int, str], group: int, index: int) -> str:
     """Return a parameter's name in its module, or its place if it is in none of ours."""
     return known.get(id(parameter)) or f"param[{group}][{index}]"
@@ -359,9 +485,12 @@ class TensorPart:
         """Add the tensor."""
         out.own[self.name] = self._tensor
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return the tensor itself: it is restored in place."""
-        return _match({self.name: self._tensor}, saved)
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add the tensor itself: it is restored in place."""
+        _match({self.name: self._tensor}, saved, out)
+
+    def check(self, values: Any, out: Destinations) -> None:
+        """Do nothing: a tensor has no plain values."""
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Do nothing: the tensor has been filled."""
@@ -378,11 +507,11 @@ class StatefulPart:
         """Add its state dict."""
         out.values[self.name] = self._target.state_dict()
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return fresh tensors for those in the saved state dict."""
-        return _fresh(saved)
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add fresh tensors for those in the saved state dict."""
+        out.tensors |= _fresh(saved)
 
-    def check(self, values: Any) -> None:
+    def check(self, values: Any, out: Destinations) -> None:
         """Let the target judge its saved state dict, if it has a method for that."""
         judge = getattr(self._target, "check_state_dict", None)
         if callable(judge):
@@ -404,9 +533,12 @@ class ValuePart:
         """Add the value."""
         out.values[self.name] = self._values[self.name]
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return fresh tensors for those inside the value."""
-        return _fresh(saved)
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add fresh tensors for those inside the value."""
+        out.tensors |= _fresh(saved)
+
+    def check(self, values: Any, out: Destinations) -> None:
+        """Do nothing: any value will do."""
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Replace the value."""
@@ -424,9 +556,12 @@ class ContainerPart:
         """Add its content."""
         out.values[self.name] = self._container
 
-    def destinations(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-        """Return fresh tensors for those inside it."""
-        return _fresh(saved)
+    def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
+        """Add fresh tensors for those inside it."""
+        out.tensors |= _fresh(saved)
+
+    def check(self, values: Any, out: Destinations) -> None:
+        """Do nothing: any value will do."""
 
     def load(self, values: Any, restored: Mapping[str, torch.Tensor]) -> None:
         """Replace the content, keeping the container."""
@@ -441,6 +576,12 @@ def take_tensors(out: Capture) -> Callable[[str, torch.Tensor], str]:
     """Return the callback that moves tensors found inside plain values to ``out.own``."""
 
     def on_tensor(path: str, tensor: torch.Tensor) -> str:
+        if are_any_sharded([tensor]):
+            # Nobody would know how to shard it again when it is restored.
+            raise StateError(
+                f"{path} is a DTensor inside plain values; pass the module or the tensor itself to attach()",
+                key=path,
+            )
         out.own[path] = tensor
         return path
 
@@ -456,23 +597,25 @@ def _fits(live: torch.Tensor, saved: SavedTensor) -> bool:
 
 
 def _match(
-    live: Mapping[str, torch.Tensor], saved: Mapping[str, SavedTensor], ties: Mapping[str, str] | None = None
-) -> dict[str, torch.Tensor]:
-    problems = [
+    live: Mapping[str, torch.Tensor],
+    saved: Mapping[str, SavedTensor],
+    out: Destinations,
+    ties: Mapping[str, str] | None = None,
+) -> None:
+    """Pair live tensors with saved ones, and say what does not fit."""
+    out.unmatched += [
         f"missing: {name} is in the model and not in the checkpoint" for name in live if name not in saved
     ]
-    for name in saved:
+    for name, was in saved.items():
+        now = live.get(name)
         if ties and name in ties:
-            problems.append(f"tied: {name} is {_tie(None)} in the checkpoint and {_tie(ties[name])} here")
-        elif name not in live:
-            problems.append(f"unexpected: {name} is in the checkpoint and not in the model")
-    for name in live.keys() & saved.keys():
-        if not _fits(live[name], saved[name]):
-            was, now = saved[name], live[name]
-            problems.append(
+            out.misfits.append(f"tied: {name} is {_tie(None)} in the checkpoint and {_tie(ties[name])} here")
+        elif now is None:
+            out.unmatched.append(f"unexpected: {name} is in the checkpoint and not in the model")
+        elif _fits(now, was):
+            out.tensors[name] = now
+        else:
+            out.misfits.append(
                 f"shape: {name} is {was.dtype} {list(was.shape)} in the checkpoint, "
                 f"{now.dtype} {list(now.shape)} in the model"
             )
-    if problems:
-        raise mismatch(sorted(problems))
-    return {name: live[name] for name in saved}

@@ -1,5 +1,6 @@
 """Keys, shard images, manifests."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycheck.core import layout
-from raycheck.core.layout import Chunk, Manifest, ShardInfo, decode_manifest, encode_manifest, shard_image
+from raycheck.core.layout import (
+    Chunk,
+    Entry,
+    Manifest,
+    ShardInfo,
+    decode_manifest,
+    encode_manifest,
+    shard_image,
+    uncovered,
+)
 from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.page import PAGE_BYTES, ControlPage, Plan
 from raycheck.errors import CorruptCheckpointError
@@ -131,3 +141,15 @@ def test_the_page_keeps_words_and_the_newest_records():
     assert [r.number for r in agent.records_since(297)] == [297, 298, 299]
     with pytest.raises(ValueError, match="does not fit"):
         agent.plan = Plan(1, 2**40)
+
+
+def test_a_layout_that_lacks_or_repeats_a_part_is_told():
+    """Before the first commit that uses it: nobody could restore from it."""
+    first = Entry("w", "float32", (4, 3), (0, 0), (2, 3), -1, 0, 0, 24)
+    second = Entry("w", "float32", (4, 3), (2, 0), (2, 3), -1, 1, 0, 24)
+    assert uncovered([first, second]) is None
+    assert "w have 6 elements in all, the tensor has 12" in uncovered([first])
+    assert "w have 18 elements" in uncovered([first, second, second])
+    other = dataclasses.replace(second, dtype="float16")
+    assert "float16 [4, 3] on rank 1, elsewhere float32" in uncovered([first, other])
+    assert uncovered([Entry("e", "float32", (0, 3), (0, 0), (0, 3), -1, 0, 0, 0)]) is None

@@ -8,6 +8,7 @@ import torch
 from raycheck.core.layout import Entry
 from raycheck.core.page import Plan
 from raycheck.state.codec import Codec
+from raycheck.state.live import Live
 from raycheck.state.restore import Restorer
 from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Snapshot, Snapshotter
@@ -17,10 +18,21 @@ from raycheck.state.tree import StateTree
 class Rank:
     """One rank's worker side, with its shards kept in memory instead of a store."""
 
-    def __init__(self, rank=0, world_size=1, *, overlap=True, codec=None, budget_bytes=None, **state):
+    def __init__(
+        self,
+        rank=0,
+        world_size=1,
+        *,
+        overlap=True,
+        codec=None,
+        budget_bytes=None,
+        strict=True,
+        rename=None,
+        **state,
+    ):
         self.rank, self.world_size, self.state = rank, world_size, state
         self.codec = codec or Codec()
-        self.tree = StateTree(state)
+        self.tree = StateTree(state, strict=strict, rename=rename)
         self.segment = Segment()
         self.images = []
         self.snapshotter = Snapshotter(
@@ -49,7 +61,8 @@ class Rank:
         image = self.images[-1]
         return bytes(self.segment.arena[: image.num_bytes]), image.entries
 
-    def restore(self, shards):
+    def restore(self, shards, *, has_group=False):
+        """Restore from shards; return how many bytes of them were read."""
         entries = [entry for _, shard_entries in shards for entry in shard_entries]
         restorer = Restorer(
             self.tree,
@@ -59,13 +72,17 @@ class Rank:
             rank=self.rank,
             world_size=self.world_size,
             codec=self.codec,
-            has_group=False,
+            has_group=has_group,
         )
+        num_bytes = 0
         for read in restorer.plan():
+            num_bytes += read.num_bytes
             data = shards[read.rank][0][read.source : read.source + read.num_bytes]
             self.segment.arena[read.destination : read.destination + read.num_bytes] = data
         restorer.check()
         restorer.load(("test",))
+        self.unmatched = restorer.unmatched
+        return num_bytes
 
     def close(self):
         self.snapshotter.close()
@@ -75,8 +92,8 @@ class Rank:
         """Return copies of all live tensors by name."""
         capture = self.tree.capture()
         self.snapshotter._take_values(capture)
-        found = {**capture.shared, **capture.own}
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+        live = Live.of(capture, world_size=self.world_size)
+        return {name: tensor.detach().clone() for name, tensor in zip(live.names, live.tensors, strict=True)}
 
     def saved(self):
         """Return the tensors in the arena by name."""
@@ -90,6 +107,20 @@ class Rank:
         return saved.keys() == expected.keys() and all(
             torch.equal(saved[name], tensor) for name, tensor in expected.items()
         )
+
+    def holds_pieces(self, expected):
+        """Return whether what the arena holds is part of these tensors, whose rows it may split."""
+        entries = {entry.name: entry for entry in self.images[-1].entries}
+        saved = self.saved()
+        del saved["values"]
+        for name, tensor in saved.items():
+            whole = expected[name]
+            if tensor.shape != whole.shape:
+                first = entries[name].offset[0]
+                whole = whole[first : first + len(tensor)]
+            if not torch.equal(tensor, whole):
+                return False
+        return bool(saved)
 
 
 class Gate:
