@@ -27,6 +27,7 @@ from raycheck.core.plan import Read
 from raycheck.core.sums import ChunkSums
 from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from raycheck.runtime import messages, wire
+from raycheck.runtime.progress import Progress
 from raycheck.store.download import download
 from raycheck.store.run import RunStore
 from raycheck.store.spans import Read as SourceRead
@@ -37,7 +38,8 @@ logger = logging.getLogger("raycheck")
 
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20
+"""What a checksum covers, and so the least that a read fetches: after a resize, ranks read parts of shards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -470,14 +472,16 @@ class Agent:
         ref = _parse_ref(message["ref"])
         assert ref is not None
         by_shard: dict[int, list[SourceRead]] = {}
-        for read in (Read(*row) for row in message["reads"]):
+        wanted = [Read(*row) for row in message["reads"]]
+        for read in wanted:
             by_shard.setdefault(read.rank, []).append(
                 SourceRead(read.source, read.num_bytes, PAGE_BYTES + read.destination)
             )
+        progress = Progress(f"restoring step {ref.step}", sum(read.num_bytes for read in wanted))
         try:
             manifest, _ = self._fetch_offer(ref)
             for rank, reads in sorted(by_shard.items()):
-                self._read_shard(worker, manifest, rank, reads)
+                self._read_shard(worker, manifest, rank, reads, progress.add)
         except CorruptCheckpointError as error:
             worker.send("read_done", ref=message["ref"], error=str(error))
             return
@@ -487,10 +491,15 @@ class Agent:
         except TransferCancelledError:
             # This agent is closing; the worker asks its successor.
             return
-        worker.send("read_done", ref=message["ref"], error=None)
+        worker.send("read_done", ref=message["ref"], error=None, num_bytes=progress.num_bytes)
 
     def _read_shard(
-        self, worker: _Worker, manifest: layout.Manifest, rank: int, reads: list[SourceRead]
+        self,
+        worker: _Worker,
+        manifest: layout.Manifest,
+        rank: int,
+        reads: list[SourceRead],
+        on_progress: Callable[[int], None],
     ) -> None:
         sums: ChunkSums = self._run_store.read_sums(manifest, rank)
         key = f"{layout.checkpoint_prefix(manifest.ref)}/{manifest.shards[rank].name}"
@@ -503,6 +512,7 @@ class Agent:
                 sums=sums,
                 parallel=self._limits.parallel_parts,
                 cancelled=self._closed,
+                on_progress=on_progress,
             )
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(

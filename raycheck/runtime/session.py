@@ -67,6 +67,9 @@ class Restored:
     source: str
     """From where: "storage"."""
 
+    num_bytes: int
+    """Bytes that this rank's node read for it: whole checksummed chunks, so a little more than it needs."""
+
 
 class Session:
     """What a rank does between ``attach`` and the end. Used by the training thread alone.
@@ -89,6 +92,7 @@ class Session:
         self._table: list[Any] | None = None
         self._seen_plan_id = 0
         self._metrics: Mapping[str, Any] = {}
+        self._num_bytes_read = 0
         self._last_end_s = time.perf_counter()
         self._was_busy = False
         self._halt: RaycheckError | None = None
@@ -148,7 +152,13 @@ class Session:
                 ref.generation.number,
                 seconds,
             )
-        return Restored(step=ref.step, generation=ref.generation.number, seconds=seconds, source="storage")
+        return Restored(
+            step=ref.step,
+            generation=ref.generation.number,
+            seconds=seconds,
+            source="storage",
+            num_bytes=self._num_bytes_read,
+        )
 
     def _agree(self) -> tuple[Restorer | None, CheckpointRef | None]:
         """Follow the coordinator's offers until all ranks hold verified bytes of one checkpoint."""
@@ -160,6 +170,7 @@ class Session:
                     restorer = self._take_offer(message)
                 # A read of an earlier offer may end after the next offer has come.
                 case "read_done" if restorer is not None and message["ref"] == self._offered_fields:
+                    self._num_bytes_read = message.get("num_bytes", 0)
                     self._check_read(restorer, message["error"])
                 case "proceed":
                     return restorer, self._offered

@@ -50,7 +50,7 @@ class Codec:
         Args:
             data: The JSON text.
             tensors: By the names that were stored in their place.
-            wants: Which keys of the outermost dict to decode; the others are left out.
+            wants: Which keys of the outermost dict to decode; the others are None.
 
         Raises:
             CorruptCheckpointError: If the text is damaged, or names a type that
@@ -59,7 +59,7 @@ class Codec:
         try:
             coded = json.loads(data)
             if isinstance(coded, dict):
-                coded = {key: value for key, value in coded.items() if wants(key)}
+                coded = {key: value if wants(key) else None for key, value in coded.items()}
             return self._decode(coded, tensors)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"stored values are damaged: {error!r}") from error

@@ -8,7 +8,7 @@ from raycheck.core.sums import ChunkSums, combine
 
 Buffer = bytes | bytearray | memoryview
 
-DEFAULT_CHUNK_BYTES = 8 << 20
+DEFAULT_CHUNK_BYTES = 1 << 20
 
 
 def checksum(data: Buffer) -> int:

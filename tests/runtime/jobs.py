@@ -111,3 +111,48 @@ def attach_twice(config: dict[str, Any]) -> None:
     """Attach and attach again."""
     raycheck.attach(model=torch.nn.Linear(2, 2))
     raycheck.attach(model=torch.nn.Linear(2, 2))
+
+
+def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a model that FSDP2 has sharded, or a plain one; return a digest of the whole of it.
+
+    Config: ``steps``; ``is_sharded``; ``width``; ``attach``: options for ``attach``.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, config["width"]), torch.nn.Linear(config["width"], 3))
+    if config["is_sharded"]:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ckpt = raycheck.attach(model=model, optimizer=optimizer, **config.get("attach", {}))
+    first = ckpt.current_step
+
+    def digest_now() -> str:
+        sha = hashlib.sha256()
+        tensors = [
+            *model.parameters(),
+            *(optimizer.state[p]["exp_avg"] for p in model.parameters() if optimizer.state.get(p)),
+        ]
+        for tensor in tensors:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            sha.update(whole.detach().numpy().tobytes())
+        return sha.hexdigest()[:16]
+
+    at_restore = digest_now()
+    for step in range(first, config["steps"]):
+        # The same batch on every rank: the world size does not matter.
+        features = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(features).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+    return {
+        "restored": ckpt.restored.step if ckpt.restored else None,
+        "num_bytes": ckpt.restored.num_bytes if ckpt.restored else 0,
+        "at_restore": at_restore,
+        "at_end": digest_now(),
+        "state_bytes": 3 * sum(p.numel() * 4 for p in model.parameters()),
+    }
