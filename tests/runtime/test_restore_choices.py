@@ -32,8 +32,8 @@ def test_plain_to_sharded_and_back_reads_each_byte_about_once(make_cluster):
         assert [result["restored"] for result in results] == [job["steps"] - 2] * world_size
         assert {result["at_restore"] for result in results} == {before}
         read_bytes = sum(result["num_bytes"] for result in results)
-            # Whole checksummed chunks of 1 MiB are fetched; with pieces of a few MB that is felt.
-            assert read_bytes < 1.7 * results[0]["state_bytes"]
+        # Whole checksummed chunks of 1 MiB are fetched; with pieces of a few MB that is felt.
+        assert read_bytes < 1.7 * results[0]["state_bytes"]
 
 
 def test_only_some_of_the_state_is_asked_for(make_cluster):
