@@ -13,7 +13,7 @@ import datetime
 import json
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from raycheck.errors import CorruptCheckpointError, StateError
 
 _TAG = "!"
+_MAX_SAME_HASH = 100
 _TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -61,8 +62,12 @@ class Codec:
             if isinstance(coded, dict):
                 coded = {key: value if wants(key) else None for key, value in coded.items()}
             return self._decode(coded, tensors)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"stored values are damaged: {error!r}") from error
+        # Whatever the constructors of the types raise for arguments that are none.
+        except (
+            *(ValueError, TypeError, LookupError, AttributeError),
+            *(OverflowError, RuntimeError, SyntaxError),
+        ) as error:
+            raise CorruptCheckpointError(f"stored values are damaged: {repr(error)[:300]}") from error
 
     def encode(self, value: Any, path: str, on_tensor: Callable[[str, torch.Tensor], str]) -> Any:
         """Return ``value`` as JSON values.
@@ -149,6 +154,7 @@ class Codec:
             return tensors[value]
         if tag in ("dict", "OrderedDict", "Counter"):
             pairs = [(self._decode(key, tensors), self._decode(item, tensors)) for key, item in value]
+            _check_spread([key for key, _ in pairs])
             made: dict[Any, Any] = {"dict": dict, "OrderedDict": collections.OrderedDict}.get(
                 tag, collections.Counter
             )()
@@ -158,6 +164,8 @@ class Codec:
             items = [self._decode(item, tensors) for item in value]
             if tag == "deque":
                 return collections.deque(items, coded["maxlen"])
+            if tag != "tuple":
+                _check_spread(items)
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
         return self._decode_leaf(tag, value, coded)
 
@@ -170,6 +178,8 @@ class Codec:
             case "bytes":
                 return base64.b64decode(value)
             case "ndarray" | "npscalar":
+                if type(coded["dtype"]) is not str:
+                    raise TypeError("a dtype that is no text")
                 dtype = np.dtype(coded["dtype"])
                 if dtype.hasobject:
                     raise ValueError("an array of objects")
@@ -199,6 +209,12 @@ class Codec:
         if _type_name(type(loaded)) != name:
             raise ValueError(f"a pickled {_type_name(type(loaded))} in the place of a {name}")
         return loaded
+
+
+def _check_spread(keys: Sequence[Any]) -> None:
+    """Refuse many keys of one hash: numbers can be chosen so, and a table of them takes quadratic time."""
+    if len(keys) > _MAX_SAME_HASH and max(collections.Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
+        raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
 
 
 def _type_name(cls: type) -> str:

@@ -26,6 +26,7 @@ from raycheck.state.tree import Capture
 _kind_of = operator.attrgetter("shape", "dtype", "layout", "device", "__class__")
 _CPU = torch.device("cpu")
 _address_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
 _is_contiguous = torch.Tensor.is_contiguous
 
 UNTRACKED = -1
@@ -131,7 +132,7 @@ class Acquaintance:
         """
         if live.names != self.names or live.num_shared != self.num_shared or live.pieces != self.pieces:
             return False
-        known = [reference() for reference in self._references]
+        known = list(map(weakref.ref.__call__, self._references))
         if not all(map(operator.is_, known, live.tensors)):
             return False
         return bool(np.array_equal(_addresses(live.tensors), self.addresses))
@@ -163,7 +164,7 @@ def _are_flat(tensors: Sequence[torch.Tensor], kinds: list[tuple[Any, ...]]) -> 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the counters of in-place changes; `UNTRACKED` for an inference tensor."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version_of, tensors))
     except RuntimeError:
         return [UNTRACKED if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -188,6 +189,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     elif tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta"
     if kind is not None:
-        raise StateError(
-            f"{name} is a {kind} tensor, which cannot be saved; leave it out of the state", key=name
+        remedy = (
+            "call to_empty(device=...) before attach()" if kind == "meta" else "leave it out of the state"
         )
+        raise StateError(f"{name} is a {kind} tensor, which cannot be saved; {remedy}", key=name)

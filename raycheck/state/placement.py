@@ -86,21 +86,33 @@ class Placement:
         """Return whether nothing but the tensors could ask for another layout."""
         return values_bytes <= self.values_bytes and keeps_per_rank == self._keeps_per_rank
 
-    def ways(self, are_flat: npt.NDArray[np.bool_], may_wait: npt.NDArray[np.bool_]) -> tuple[Way, Way]:
+    def ways(
+        self,
+        are_flat: npt.NDArray[np.bool_],
+        may_wait: npt.NDArray[np.bool_],
+        on_device: npt.NDArray[np.bool_],
+    ) -> tuple[Way, Way]:
         """Return how to copy what must be copied at once, and what may wait.
 
         Args:
             are_flat: Per tensor, whether its memory can be copied by address.
             may_wait: Per tensor.
+            on_device: Per tensor, whether a device copies it.
         """
-        key = are_flat.tobytes() + may_wait.tobytes()
+        key = are_flat.tobytes() + may_wait.tobytes() + on_device.tobytes()
         if self._ways is None or self._ways[0] != key:
-            flat = are_flat[self.tensor_index]
-            deferred = may_wait[self.tensor_index] & flat
-            self._ways = key, self._way(~deferred, flat), self._way(deferred, flat)
+            device = on_device[self.tensor_index]
+            flat = are_flat[self.tensor_index] & ~device
+            deferred = may_wait[self.tensor_index] & (flat | device)
+            self._ways = key, self._way(~deferred, flat, device), self._way(deferred, flat, device)
         return self._ways[1], self._ways[2]
 
-    def _way(self, chosen: npt.NDArray[np.bool_], flat: npt.NDArray[np.bool_]) -> Way:
+    def _way(
+        self,
+        chosen: npt.NDArray[np.bool_],
+        flat: npt.NDArray[np.bool_],
+        device: npt.NDArray[np.bool_],
+    ) -> Way:
         small = self.num_bytes < SMALL_BYTES
         has_bytes = self.num_bytes > 0
         gathered = np.flatnonzero(chosen & flat & small & has_bytes)
@@ -110,7 +122,8 @@ class Placement:
         return Way(
             large=np.flatnonzero(chosen & flat & ~small),
             runs=[run for run in np.split(gathered, breaks) if len(run)],
-            other=np.flatnonzero(chosen & ~flat & has_bytes),
+            other=np.flatnonzero(chosen & ~flat & ~device & has_bytes),
+            device=np.flatnonzero(chosen & device & has_bytes),
             flat=np.flatnonzero(chosen & flat & has_bytes),
         )
 
@@ -126,7 +139,10 @@ class Way:
     """Small ones that are neighbours in the arena: one ``pwritev`` each."""
 
     other: Indices
-    """Not in host memory, or not contiguous: torch copies them."""
+    """Not contiguous, or in no memory that anyone knows how to copy: torch copies them."""
+
+    device: Indices
+    """In device memory: copied by the device, in the order of its own work."""
 
     flat: Indices
     """All that are copied by address."""

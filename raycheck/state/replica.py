@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import crc32c
 import numpy as np
@@ -57,6 +57,17 @@ def sample_of(live: Live, plan_id: int) -> Sample:
             # An alias taken at the boundary survives ``.data =``.
             pieces.append((tensor.detach(), tensor.data_ptr() if is_flat else 0, start, end))
     return Sample(label, pieces)
+
+
+def take_device_pieces(sample: Sample, owns: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """Take the pieces in device memory out of a sample; return them as flat bytes, where they are."""
+    taken = [piece for piece in sample.pieces if owns(piece[0])]
+    if taken:
+        sample.pieces[:] = [piece for piece in sample.pieces if not owns(piece[0])]
+    return [
+        tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)[start:end]
+        for tensor, _, start, end in taken
+    ]
 
 
 def digest_of(sample: Sample, scratch: Scratch) -> str:

@@ -19,15 +19,23 @@ import torch.distributed as dist
 
 from raycheck.core.layout import Chunk, Entry, shard_image
 from raycheck.core.plan import Piece, Read, TensorSpec, deal, plan_reads
-from raycheck.errors import CorruptCheckpointError
+from raycheck.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from raycheck.state.codec import Codec
-from raycheck.state.rng import restore_rng, seed_rng
+from raycheck.state.rng import check_rng, restore_rng, seed_rng
 from raycheck.state.segment import Segment
 from raycheck.state.sharded import local_of, whole_piece
 from raycheck.state.snapshot import VALUES
 from raycheck.state.tree import SavedTensor, StateTree
 
 _BUCKET_BYTES = 32 << 20
+
+# Not by attribute of the module, some of which are imported when they are asked for; and
+# without quantized ones, which no snapshot takes and no tensor is made of by its type alone.
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith("torch.q")
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,8 +151,18 @@ class Restorer:
             CheckpointMismatchError: If an object says that they do not fit it.
         """
         values = self._values()
-        del values["rng"]
-        self.unmatched += [text for text in self._tree.check(values) if text not in self.unmatched]
+        try:
+            check_rng(values.pop("rng"))
+            unmatched = self._tree.check(values)
+        except CheckpointError:
+            raise
+        # Not of the form that `capture` gives it. Their bytes are those that were committed,
+        # so an older checkpoint is no cure: nothing is loaded, and the user is told.
+        except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
+            raise CheckpointMismatchError(
+                f"the checkpoint's plain values are not of the form of this state: {repr(error)[:300]}"
+            ) from error
+        self.unmatched += [text for text in unmatched if text not in self.unmatched]
 
     def _values(self) -> dict[str, Any]:
         placed = next(p for p in self._own if p.chunk.name == VALUES)
@@ -282,7 +300,7 @@ def _broadcast(data: torch.Tensor, source: int) -> torch.Tensor:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)
+    if dtype is None:
         raise CorruptCheckpointError(f"the layout has the dtype {name!r}, which this torch does not know")
     return dtype

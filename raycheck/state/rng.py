@@ -24,6 +24,31 @@ def capture_rng() -> dict[str, Any]:
     return states
 
 
+def check_rng(states: Any) -> None:
+    """Check that `restore_rng` can put back these states, changing no generator.
+
+    NumPy takes any position in its table, and reads there at the next draw.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    try:
+        version, words, gauss_next = states["python"]
+        random.Random().setstate((version, tuple(words.tolist()), gauss_next))
+        kind, table, position, *_ = states["numpy"]
+        if kind != "MT19937" or type(position) is not int or not 0 <= position <= 624:
+            raise ValueError(f"a position {position!r} in NumPy's generator")
+        if table.shape != (624,) or table.dtype != np.uint32:
+            raise ValueError("a table that is none of NumPy's generator")
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(torch.from_numpy(states["torch"]))
+        for state in states.get("cuda", ()):
+            if state.dtype != np.uint8 or state.ndim != 1:
+                raise ValueError("a state that is none of a CUDA generator")
+    except (TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"no states of random generators: {error!r}") from error
+
+
 def restore_rng(states: dict[str, Any]) -> None:
     """Put back what `capture_rng` returned.
 

@@ -75,17 +75,20 @@ class Segment:
         self.arena_bytes = num_bytes
         self._is_touched = False
 
-    def touch(self) -> None:
+    def touch(self) -> bool:
         """Have the arena's pages made, if they are not: one call is cheaper than a fault for each.
 
         Blocks, at some GB/s, without the interpreter lock; so it belongs into
-        a thread. A kernel that does not know this makes pages as they are written.
+        a thread. A kernel that does not know this makes pages as they are
+        written. Returns True if this call was the first since `ensure`.
         """
         # Held, since the training thread may replace the mapping meanwhile.
         arena, address, num_bytes = self._arena_map, self.address, self.arena_bytes
-        if not self._is_touched and arena is not None:
-            _libc.madvise(address, num_bytes, _POPULATE_WRITE)
-            self._is_touched = self._arena_map is arena
+        if self._is_touched or arena is None:
+            return False
+        _libc.madvise(address, num_bytes, _POPULATE_WRITE)
+        self._is_touched = self._arena_map is arena
+        return self._is_touched
 
     @property
     def arena(self) -> memoryview:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from raycheck.core.layout import ShardImage
@@ -29,9 +30,10 @@ from raycheck.core.page import Plan
 from raycheck.errors import StateError
 from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
+from raycheck.state.device import Copier, Transfer
 from raycheck.state.live import UNTRACKED, Acquaintance, Live, versions_of
 from raycheck.state.placement import VALUES, Placement, Way
-from raycheck.state.replica import Sample, digest_of, sample_of
+from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
 from raycheck.state.spans import Addresses, Scratch, copy_span, gather
@@ -70,6 +72,8 @@ class _Pending:
 
     plan: Plan
     way: Way
+    """What may wait, and is guarded by the optimizer's hook."""
+
     sources: Addresses
     """Per chunk of the placement."""
 
@@ -81,10 +85,18 @@ class _Pending:
     memory: list[torch.UntypedStorage]
     canaries: Canaries
     sample: Sample | None
+    transfers: list[Transfer]
+    """What the device does; the hook holds the optimizer's update back for it."""
+
     torn: list[int] = dataclasses.field(default_factory=list)
     """Positions in ``way.flat`` whose copies differ from what was there at the boundary."""
 
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """The host's part is in the arena. What a device copies may be under way."""
+
+    torn_before_update: list[str] | None = None
+    """What the hook found, where it let the update follow the device's copies without waiting for them."""
+
     error: BaseException | None = None
     replica_digest: str = ""
     stall_s: float = 0.0
@@ -102,8 +114,11 @@ class Snapshotter:
         codec: For plain values.
         overlap: Whether to copy while the next forward and backward run.
         on_layout: Called with a new image before the first snapshot that uses it.
+        on_settled: Called with the verdict on a snapshot when an optimizer's
+            hook gives it. None: `settle` returns that one too.
         budget_bytes: The most shared memory that the segment may take; None:
             what it was made with.
+        copier: Copies what is in device memory. None: there is none.
     """
 
     def __init__(
@@ -116,7 +131,9 @@ class Snapshotter:
         codec: Codec,
         overlap: bool,
         on_layout: Callable[[ShardImage], None],
+        on_settled: Callable[[Snapshot | Discarded], None] | None = None,
         budget_bytes: int | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self._tree = tree
         self._segment = segment
@@ -132,8 +149,13 @@ class Snapshotter:
         self._eager_names: set[str] = set()
         self._pending: _Pending | None = None
         self._finished: list[Snapshot | Discarded] = []
+        self._on_settled = on_settled or self._finished.append
         self._waited_s = 0.0
         self._overlap = overlap
+        self._copier = copier
+        self._arena_lock = threading.Lock()
+        """Held while the arena is replaced, and while its pages are made and pinned."""
+
         # One each, since both threads use theirs at the same time.
         self._scratch, self._copy_scratch = Scratch(), Scratch()
         # A compiled step breaks its graph here: traced, the hook would run once.
@@ -194,7 +216,7 @@ class Snapshotter:
         self._pending = pending
         self._jobs.put(functools.partial(self._copy_deferred, pending))
         if not self._overlap:
-            pending.copied.wait()
+            self._await_copies(pending)
         pending.stall_s = time.perf_counter() - started_s
         return pending.stall_s
 
@@ -210,9 +232,9 @@ class Snapshotter:
         if self._finished:
             return self._finished.pop(0)
         pending = self._pending
-        if pending is None or not (block or pending.copied.is_set()):
+        if pending is None or not (block or _has_arrived(pending)):
             return None
-        pending.copied.wait()
+        self._await_copies(pending)
         self._pending = None
         return self._judge(pending)
 
@@ -228,7 +250,12 @@ class Snapshotter:
         self._hooks = []
         self._jobs.put(None)
         self._thread.join()
+        if self._pending is not None:
+            # The arena is about to go, and the device may be writing to it.
+            self._await_copies(self._pending)
         self._pending = None
+        if self._copier is not None:
+            self._copier.unpin()
         self._scratch.close()
         self._copy_scratch.close()
 
@@ -243,13 +270,29 @@ class Snapshotter:
             return
         pending.hook_has_fired = True
         pending.copied.wait()
-        outcome = self.settle(block=True)
+        outcome = self._settle_before_update(pending)
         waited_s = time.perf_counter() - started_s
         self._waited_s += waited_s
         if isinstance(outcome, Snapshot):
             outcome = dataclasses.replace(outcome, stall_s=outcome.stall_s + waited_s)
         if outcome is not None:
-            self._finished.append(outcome)
+            self._on_settled(outcome)
+
+    def _settle_before_update(self, pending: _Pending) -> Snapshot | Discarded | None:
+        """Give the verdict, or leave it until the device has copied, and let the update follow that."""
+        if _has_arrived(pending):
+            return self.settle(block=True)
+        for transfer in pending.transfers:
+            transfer.hold_back()
+        if pending.torn_before_update is None:
+            pending.torn_before_update = self._torn_names(pending)
+        return None
+
+    @staticmethod
+    def _await_copies(pending: _Pending) -> None:
+        pending.copied.wait()
+        for transfer in pending.transfers:
+            transfer.wait()
 
     def _prepare(self) -> None:
         """Make the arena while training goes on, so that the first snapshot is like any other.
@@ -262,7 +305,13 @@ class Snapshotter:
             self._lay_out(Live.of(capture, world_size=self._world_size), len(values))
         except (StateError, OSError):
             return  # the snapshot will say so
-        self._jobs.put(self._segment.touch)
+        self._jobs.put(self._make_pages)
+
+    def _make_pages(self) -> None:
+        """Have the arena's memory made, and pinned where a device copies into it. In the copy thread."""
+        with self._arena_lock:
+            if self._segment.touch() and self._copier is not None:
+                self._copier.pin(self._segment.address, self._segment.arena_bytes)
 
     def _take_values(self, capture: Capture) -> bytes:
         values = {**capture.values, "rng": capture_rng()}
@@ -286,7 +335,10 @@ class Snapshotter:
         placement = self._place(live, known, values_bytes)
         if placement is not present:
             image = placement.image
-            self._segment.ensure(image.num_bytes)
+            with self._arena_lock:
+                if self._copier is not None and image.num_bytes > self._segment.arena_bytes:
+                    self._copier.unpin()
+                self._segment.ensure(image.num_bytes)
             self._segment.arena[: len(image.header)] = image.header
             self._on_layout(image)
         self._placement, self._known = placement, known
@@ -319,18 +371,19 @@ class Snapshotter:
         waiting = capture.deferrable if self._overlap else set()
         if self._eager_names:
             waiting = waiting - self._eager_names
-        may_wait = np.fromiter((name in waiting for name in live.names), np.bool_, len(live.names))
+        may_wait = np.fromiter(map(waiting.__contains__, live.names), np.bool_, len(live.names))
         if UNTRACKED in versions:
             may_wait &= np.array(versions) != UNTRACKED
         assert self._known is not None
-        eager, deferred = placement.ways(self._known.are_flat, may_wait)
+        eager, deferred = placement.ways(self._known.are_flat, may_wait, self._on_device(live))
         sources = self._known.addresses[placement.tensor_index] + placement.source_offset
         self._copy(placement, eager, sources)
         for index in eager.other.tolist():
             self._copy_other(placement, index, live.tensors[placement.tensor_index[index]])
-        owners = placement.tensor_index[deferred.flat].tolist()
+        owners = placement.tensor_index[np.concatenate([deferred.flat, deferred.device])].tolist()
         tensors = [live.tensors[owner] for owner in owners]
         is_compared = self._world_size > 1 and not self._keeps_per_rank
+        sample = sample_of(live, plan.id) if is_compared else None
         return _Pending(
             plan=plan,
             live=live,
@@ -338,12 +391,43 @@ class Snapshotter:
             sources=sources,
             tensors=tensors,
             versions=[versions[owner] for owner in owners],
-            memory=[tensor.untyped_storage() for tensor in tensors],
+            memory=list(map(torch.Tensor.untyped_storage, tensors)),
             canaries=Canaries(
                 sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id, self._scratch
             ),
-            sample=sample_of(live, plan.id) if is_compared else None,
+            sample=sample,
+            transfers=self._launch(placement, live, eager, deferred, sample),
         )
+
+    def _on_device(self, live: Live) -> npt.NDArray[np.bool_]:
+        if self._copier is None:
+            return np.zeros(len(live.tensors), np.bool_)
+        return np.fromiter(map(self._copier.owns, live.tensors), np.bool_, len(live.tensors))
+
+    def _launch(
+        self, placement: Placement, live: Live, eager: Way, deferred: Way, sample: Sample | None
+    ) -> list[Transfer]:
+        """Have the device copy its tensors; what must not wait holds back what is launched next."""
+        if self._copier is None:
+            return []
+        transfers = []
+        # Fingerprints are read at the speed of the device's own memory: not worth a guard.
+        owned = [] if sample is None else take_device_pieces(sample, self._copier.owns)
+        if len(eager.device) or owned:
+            transfers.append(self._copier.launch(self._device_copies(placement, live, eager), owned))
+            transfers[0].hold_back()
+        if len(deferred.device):
+            transfers.append(self._copier.launch(self._device_copies(placement, live, deferred)))
+        return transfers
+
+    def _device_copies(
+        self, placement: Placement, live: Live, way: Way
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        owners = placement.tensor_index[way.device].tolist()
+        return [
+            self._copy_of(placement, index, live.tensors[owner])
+            for index, owner in zip(way.device.tolist(), owners, strict=True)
+        ]
 
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -365,7 +449,7 @@ class Snapshotter:
         placement = self._placement
         assert placement is not None
         assert self._known is not None
-        self._segment.touch()
+        self._make_pages()
         self._copy(placement, pending.way, pending.sources)
         # Nobody else writes to the arena.
         copies = placement.begin[pending.way.flat] + np.uint64(self._segment.address)
@@ -392,21 +476,35 @@ class Snapshotter:
             gather(self._segment.fd, offset, sources[run], placement.num_bytes[run])
 
     def _copy_other(self, placement: Placement, index: int, tensor: torch.Tensor) -> None:
+        source, target = self._copy_of(placement, index, tensor)
+        target.copy_(source)
+
+    def _copy_of(
+        self, placement: Placement, index: int, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a chunk in its tensor, and its place in the arena."""
         chunk, source = placement.chunks[index], tensor.detach()
         if chunk.shape != tuple(source.shape):
             source = source.narrow(0, placement.first_row[index], chunk.shape[0])
         begin, num_bytes = int(placement.begin[index]), int(placement.num_bytes[index])
         window = self._segment.arena[begin : begin + num_bytes]
-        torch.frombuffer(window, dtype=source.dtype).view(source.shape).copy_(source)
+        return source, torch.frombuffer(window, dtype=source.dtype).view(source.shape)
 
     def _judge(self, pending: _Pending) -> Snapshot | Discarded:
         assert self._placement is not None
         if pending.error is not None:
             return Discarded(pending.plan, f"the copy failed: {pending.error!r}")
-        torn = self._torn_names(pending, self._placement)
+        # Once the update is under way, what the hook saw before it is what counts.
+        torn = pending.torn_before_update
+        if torn is None:
+            torn = self._torn_names(pending)
+        torn += [self._name_of(pending, position) for position in pending.torn]
         if not torn:
-            num_bytes = self._placement.image.num_bytes
-            return Snapshot(pending.plan, pending.stall_s, num_bytes, pending.replica_digest)
+            stall_s, digest = pending.stall_s, pending.replica_digest
+            for transfer in pending.transfers:
+                stall_s += transfer.held_back_s()
+                digest += transfer.fingerprints().hex()
+            return Snapshot(pending.plan, stall_s, self._placement.image.num_bytes, digest)
         if pending.hook_has_fired:
             self._eager_names.update(torn)
             remedy = "it is copied before step() returns from now on"
@@ -424,14 +522,22 @@ class Snapshotter:
         )
         return Discarded(pending.plan, f"{torn[0]} changed while it was copied")
 
-    def _torn_names(self, pending: _Pending, placement: Placement) -> list[str]:
-        torn = {*pending.torn, *pending.canaries.changed(self._scratch)}
+    def _torn_names(self, pending: _Pending) -> list[str]:
+        torn = {*pending.canaries.changed(self._scratch)}
         versions = versions_of(pending.tensors)
         if versions != pending.versions:
             moved = zip(versions, pending.versions, strict=True)
             torn |= {position for position, (now, then) in enumerate(moved) if now != then}
-        chunks = pending.way.flat
-        return [placement.chunks[chunks[position]].name for position in sorted(torn)]
+        return [self._name_of(pending, position) for position in sorted(torn)]
+
+    def _name_of(self, pending: _Pending, position: int) -> str:
+        assert self._placement is not None
+        chunks = np.concatenate([pending.way.flat, pending.way.device])
+        return self._placement.chunks[int(chunks[position])].name
+
+
+def _has_arrived(pending: _Pending) -> bool:
+    return pending.copied.is_set() and all(transfer.is_done for transfer in pending.transfers)
 
 
 def _with_room(values_bytes: int) -> int:

@@ -8,6 +8,7 @@ those of the unwrapped model: no ``module.``, no ``_orig_mod.``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -329,7 +330,8 @@ class OptimizerPart:
         self.name = name
         self._optimizer = optimizer
         self._modules = modules
-        self._field_names: dict[str, tuple[tuple[str, ...], list[str]]] = {}
+        self._structure: tuple[list[str | None], list[tuple[Any, ...]]] = [], []
+        self._full_names: list[str | None] = []
 
     def capture(self, out: Capture) -> None:
         """Add the state's tensors as shared, its other values and the groups as values.
@@ -348,31 +350,46 @@ class OptimizerPart:
         out.values[self.name] = {"*state": self._capture_state(out, names), "*groups": groups}
 
     def _capture_state(self, out: Capture, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-        others: dict[str, dict[str, Any]] = {}
+        """Add the state's tensors; return its other values by parameter and key."""
+        state = _stepped(self._optimizer).state
+        # None: left over, no group has this parameter any more.
+        parameter_names = list(map(names.get, map(id, state)))
+        keys = list(map(tuple, state.values()))
+        if (parameter_names, keys) != self._structure:
+            self._structure = parameter_names, keys
+            self._full_names = self._join(parameter_names, keys)
+        values = list(itertools.chain.from_iterable(fields.values() for fields in state.values()))
         is_alone = _held_here(self._optimizer) is not None
-        for parameter, fields in _stepped(self._optimizer).state.items():
-            parameter_name = names.get(id(parameter))
-            if parameter_name is None:  # left over: no group has this parameter any more
-                continue
-            full_names = self._join(parameter_name, tuple(fields))
+        is_plain = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
+        if is_plain and not is_alone and None not in self._full_names:
+            # A thousand tensors: no loop of ours.
+            full_names: list[Any] = self._full_names
+            out.shared.update(zip(full_names, values, strict=True))
             out.deferrable.update(full_names)
-            for name, key, value in zip(full_names, fields, fields.values(), strict=True):
-                if isinstance(value, torch.Tensor):
-                    if is_alone:
-                        out.held[name] = value, whole_piece(value)
-                    else:
-                        out.shared[name] = value
-                else:
-                    others.setdefault(parameter_name, {})[key] = value
+            return {}
+        others: dict[str, dict[str, Any]] = {}
+        owners = ((name, key) for name, each in zip(parameter_names, keys, strict=True) for key in each)
+        for full_name, (name, key), value in zip(self._full_names, owners, values, strict=True):
+            if full_name is None or name is None:
+                continue
+            out.deferrable.add(full_name)
+            if not isinstance(value, torch.Tensor):
+                others.setdefault(name, {})[key] = value
+            elif is_alone:
+                out.held[full_name] = value, whole_piece(value)
+            else:
+                out.shared[full_name] = value
         return others
 
-    def _join(self, parameter_name: str, keys: tuple[str, ...]) -> list[str]:
-        """Return the full names of a parameter's fields; joined again only when the fields change."""
-        known = self._field_names.get(parameter_name)
-        if known is None or known[0] != keys:
-            known = keys, [f"{self.name}.{parameter_name}.{key}" for key in keys]
-            self._field_names[parameter_name] = known
-        return known[1]
+    def _join(
+        self, parameter_names: Sequence[str | None], keys: Sequence[tuple[Any, ...]]
+    ) -> list[str | None]:
+        """Return the full names of all fields; joined again only when parameters or fields change."""
+        return [
+            None if name is None else f"{self.name}.{name}.{key}"
+            for name, each in zip(parameter_names, keys, strict=True)
+            for key in each
+        ]
 
     def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
         """Add a tensor for each saved one; state that is not there yet is made, with no dummy step."""

@@ -28,6 +28,7 @@ class Rank:
         budget_bytes=None,
         strict=True,
         rename=None,
+        copier=None,
         **state,
     ):
         self.rank, self.world_size, self.state = rank, world_size, state
@@ -44,6 +45,7 @@ class Rank:
             overlap=overlap,
             on_layout=self.images.append,
             budget_bytes=budget_bytes,
+            copier=copier,
         )
         self.num_plans = 0
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raycheck.core.renames import Renames
-from raycheck.errors import CheckpointMismatchError, ConfigError
+from raycheck.errors import CheckpointMismatchError, ConfigError, StateError
 from tests.state.rank import Rank
 
 
@@ -171,3 +171,16 @@ def test_names_end_at_dots():
     assert renames("ab.c") == "ab.c"
     assert renames("opt.a.b.exp_avg") == "o.y.exp_avg"
     assert renames("other.a.b") == "other.a.b"
+
+
+def test_a_model_that_was_built_without_memory(saved):
+    """Built on the meta device, given memory, restored: nothing of its own is needed."""
+    model, _, shard = saved
+    with torch.device("meta"):
+        fresh = Net()
+    with pytest.raises(StateError, match=r"meta tensor.*to_empty"):
+        Rank(model=fresh, strict=False).snapshotter.check()
+    fresh.to_empty(device="cpu")
+    Rank(model=fresh, strict=False).restore([shard])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
