@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 
-from raycheck.store.backend import Backend, Page, PartLimits, PartUpload
+from raycheck.store.backend import Backend, Bytes, Page, PartLimits, PartUpload
 from raycheck.store.checksum import checksum
 from raycheck.store.location import Location
 from raycheck.store.objects import connect as connect_directly
@@ -87,7 +87,7 @@ class Fault:
     def after(self, operation: str, key: str) -> None:
         """Run after a call that succeeded; may raise, which loses its reply."""
 
-    def change_data(self, operation: str, data: bytes | bytearray, is_last: bool) -> bytes | bytearray:
+    def change_data(self, operation: str, data: Bytes, is_last: bool) -> Bytes:
         """Return what is stored instead of ``data``."""
         return data
 
@@ -198,7 +198,7 @@ class DropLastBuffer(Fault):
         super().__init__("part", "write")
         self.num_bytes = num_bytes
 
-    def change_data(self, operation: str, data: bytes | bytearray, is_last: bool) -> bytes | bytearray:
+    def change_data(self, operation: str, data: Bytes, is_last: bool) -> Bytes:
         """Cut the end off."""
         if not is_last:
             return data
@@ -215,7 +215,7 @@ class RejectEmpty(Fault):
     def __init__(self) -> None:
         super().__init__("part", "write")
 
-    def change_data(self, operation: str, data: bytes | bytearray, is_last: bool) -> bytes | bytearray:
+    def change_data(self, operation: str, data: Bytes, is_last: bool) -> Bytes:
         """Refuse if there is nothing."""
         self.count_call()
         if not data:
@@ -337,8 +337,9 @@ class FaultyBackend:
         self.faults = faults
         self.limits = next((f.limits for f in faults if isinstance(f, CutParts)), inner.limits)
         self.parts_are_independent = inner.parts_are_independent
+        self.takes_views = inner.takes_views
 
-    def put(self, key: str, data: bytes | bytearray, crc32c: int) -> None:
+    def put(self, key: str, data: Bytes, crc32c: int) -> None:
         """Write a whole object."""
         changed = self.change_data("write", data, is_last=True)
         self.around("write", key, lambda: self.inner.put(key, changed, _crc(data, changed, crc32c)))
@@ -391,7 +392,7 @@ class FaultyBackend:
             fault.after(operation, key)
         return result
 
-    def change_data(self, operation: str, data: bytes | bytearray, *, is_last: bool) -> bytes | bytearray:
+    def change_data(self, operation: str, data: Bytes, *, is_last: bool) -> Bytes:
         """Return what is stored instead of ``data``."""
         for fault in self.faults:
             if fault.applies_to(operation):
@@ -406,7 +407,7 @@ class _FaultyUpload:
         self._key = key
         self._size_bytes = size_bytes
 
-    def write_part(self, number: int, offset: int, data: bytes | bytearray, crc32c: int) -> None:
+    def write_part(self, number: int, offset: int, data: Bytes, crc32c: int) -> None:
         is_last = offset + len(data) == self._size_bytes
         changed = self._backend.change_data("part", data, is_last=is_last)
         crc = _crc(data, changed, crc32c)
@@ -419,7 +420,7 @@ class _FaultyUpload:
         self._backend.around("abort", self._key, self._inner.abort)
 
 
-def _crc(data: bytes | bytearray, changed: bytes | bytearray, crc32c: int) -> int:
+def _crc(data: Bytes, changed: Bytes, crc32c: int) -> int:
     """Return the checksum that goes with changed data, so that the server finds nothing wrong."""
 
     return crc32c if changed is data else checksum(changed)

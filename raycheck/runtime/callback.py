@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from raycheck.errors import ConfigError
 from raycheck.runtime import actors, compat, worker
 from raycheck.runtime.agent import Limits
 from raycheck.runtime.session import WorkerContext
+from raycheck.store.arrow import place_of
 
 logger = logging.getLogger("raycheck")
 
@@ -53,6 +55,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         self._generation: GenerationId | None = None
         self._failure: FailureKind | None = None
         self._store_url = ""
+        self._store_options: Mapping[str, Any] | None = None
 
     @property
     def settings(self) -> Settings:
@@ -78,10 +81,8 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 "this run has no name: the same command starts another run and cannot resume this one; "
                 "set RunConfig(name=...)"
             )
-        self._store_url = self._choose_store(train_run_context)
-        self._coordinator = actors.start_coordinator(
-            self._store_url, self._settings.storage_options, self._settings
-        )
+        self._store_url, self._store_options = self._choose_store(train_run_context)
+        self._coordinator = actors.start_coordinator(self._store_url, self._store_options, self._settings)
         try:
             ray.get(self._coordinator.check.remote(), timeout=_START_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
@@ -118,18 +119,15 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         except ray.exceptions.RayError as error:
             logger.warning("the coordinator could not be closed: %s", error)
 
-    def _choose_store(self, train_run_context: Any) -> str:
-        path, name, has_own_filesystem = compat.run_path(train_run_context)
+    def _choose_store(self, train_run_context: Any) -> tuple[str, Mapping[str, Any] | None]:
+        path, name, filesystem = compat.run_path(train_run_context)
+        options = self._settings.storage_options
         if self._settings.storage_path is not None:
             path = self._settings.storage_path
-        elif has_own_filesystem:
-            raise ConfigError(
-                "RunConfig(storage_filesystem=...) cannot be opened by raycheck's own processes; give the "
-                "same place as a URL: AutoCheckpoint(storage_path=..., storage_options=...)",
-                field="storage_path",
-                value=None,
-            )
-        return join_url(path, f"{name}/{ROOT}")
+        elif filesystem is not None:
+            path, found = place_of(path, filesystem)
+            options = options if options is not None else found
+        return join_url(path, f"{name}/{ROOT}"), options
 
     def _forget_lost_agents(self) -> bool:
         """Drop agents that do not answer, since their node is gone; return whether there were any."""
@@ -155,7 +153,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 node,
                 self._addresses[node],
                 self._store_url,
-                self._settings.storage_options,
+                self._store_options,
                 limits,
                 self._coordinator,
             )

@@ -64,11 +64,11 @@ def node_ids(workers: list[Any]) -> list[str]:
     return [worker.metadata.node_id for worker in workers]
 
 
-def run_path(train_run_context: Any) -> tuple[str, str, bool]:
-    """Return a run's storage path, its name, and whether the user gave a file system of their own."""
+def run_path(train_run_context: Any) -> tuple[str, str, Any]:
+    """Return a run's storage path, its name, and the file system that the user gave, or None."""
     config = train_run_context.run_config
     path = str(config.storage_path)
-    return path, str(config.name), config.storage_filesystem is not None
+    return path, str(config.name), config.storage_filesystem
 
 
 def run_was_named(train_run_context: Any) -> bool:

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+Bytes = bytes | bytearray | memoryview
+
 
 class ObjectInfo(NamedTuple):
     """An object: its key below the root, and its size."""
@@ -42,11 +44,14 @@ class PartLimits:
     default_part_bytes: int = 16 << 20
     """Part size while the object is small enough for it."""
 
+    max_parallel: int = 64
+    """More parts at a time than this gain nothing."""
+
 
 class PartUpload(Protocol):
     """An object under way. No reader sees any of it before ``complete``."""
 
-    def write_part(self, number: int, offset: int, data: bytes | bytearray, crc32c: int) -> None:
+    def write_part(self, number: int, offset: int, data: Bytes, crc32c: int) -> None:
         """Send one part. Parts of independent uploads come from several threads in any order."""
 
     def complete(self) -> None:
@@ -64,7 +69,10 @@ class Backend(Protocol):
     parts_are_independent: bool
     """Whether a failed part can be sent again, and parts can be sent in any order."""
 
-    def put(self, key: str, data: bytes | bytearray, crc32c: int) -> None:
+    takes_views: bool
+    """Whether data may be a view of memory that is not ours to keep, as a mapped file's."""
+
+    def put(self, key: str, data: Bytes, crc32c: int) -> None:
         """Write a whole object; no reader ever sees part of it."""
 
     def begin_upload(self, key: str, size_bytes: int) -> PartUpload:

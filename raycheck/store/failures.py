@@ -67,7 +67,6 @@ _TRANSIENT_ERRNO = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-_FULL_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PERMISSION_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
 _TRANSIENT_BOTO = (
     boto.HTTPClientError,
@@ -117,11 +116,6 @@ def to_storage_error(error: Exception, *, operation: str, url: str, key: str) ->
     if _find(error, _is_permission) or judge(error) is Verdict.REFRESH:
         return StoragePermissionError(f"cannot {operation} {place}: permission refused: {reason}", **facts)
     return StorageError(f"cannot {operation} {place}: {reason}", **facts)
-
-
-def is_full(error: BaseException) -> bool:
-    """Return whether a disk or a quota is full."""
-    return isinstance(error, OSError) and error.errno in _FULL_ERRNO
 
 
 def error_code(error: BaseException) -> str:

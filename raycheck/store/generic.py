@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 
 from raycheck.errors import ConfigError
-from raycheck.store.backend import ObjectInfo, Page, PartLimits
+from raycheck.store.backend import Bytes, ObjectInfo, Page, PartLimits
 from raycheck.store.location import Location
 
 
@@ -27,6 +27,7 @@ class FsspecBackend:
     """
 
     parts_are_independent = False
+    takes_views = False
 
     def __init__(
         self, location: Location, options: Mapping[str, Any], *, make: Callable[..., Any] | None = None
@@ -51,7 +52,7 @@ class FsspecBackend:
                 field="storage_options",
             ) from error
 
-    def put(self, key: str, data: bytes | bytearray, crc32c: int) -> None:
+    def put(self, key: str, data: Bytes, crc32c: int) -> None:
         """Write a whole object."""
         path = self._path(key)
         self._make_folder(path)
@@ -134,7 +135,7 @@ class StreamUpload:
         self._path = path
         self._file = fs.open(path, "wb")
 
-    def write_part(self, number: int, offset: int, data: bytes | bytearray, crc32c: int) -> None:
+    def write_part(self, number: int, offset: int, data: Bytes, crc32c: int) -> None:
         """Write one part."""
         assert self._file.tell() == offset, "parts of a stream come in order"
         self._file.write(data)

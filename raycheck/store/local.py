@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import stat
 import threading
@@ -11,9 +13,26 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from raycheck.errors import StorageError
-from raycheck.store.backend import ObjectInfo, Page, PartLimits
-from raycheck.store.failures import is_full
+from raycheck.store.backend import Bytes, ObjectInfo, Page, PartLimits
 from raycheck.store.location import Location
+
+_WRITE_OUT_BYTES = 8 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+_KEEP_SIZE = 1  # so that a part which is never written is missed in the file's size
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate", None)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
+
+_FULL = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a larger file than this process or file system allows (ulimit -f)",
+}
 
 PARTIAL_FOLDER = ".raycheck-partial"
 """Files under way, below the root: on the same file system, and no listing shows them."""
@@ -32,13 +51,18 @@ class LocalBackend:
     """
 
     parts_are_independent = True
+    takes_views = True
 
     def __init__(self, location: Location, *, pwrite: Callable[..., int] = os.pwrite) -> None:
-        self.limits = PartLimits(min_part_bytes=1, max_parts=1 << 30)
+        # A part that is still in the processor's cache after its checksum is written at half the
+        # cost, and several writers of one file only wait for each other at its lock.
+        self.limits = PartLimits(
+            min_part_bytes=1, max_parts=1 << 30, default_part_bytes=1 << 20, max_parallel=1
+        )
         self._root = location.root
         self._pwrite = pwrite
 
-    def put(self, key: str, data: bytes | bytearray, crc32c: int) -> None:
+    def put(self, key: str, data: Bytes, crc32c: int) -> None:
         """Write a whole object."""
         upload = self.begin_upload(key, len(data))
         try:
@@ -135,8 +159,15 @@ class LocalUpload:
         self._descriptor = os.open(self._temporary, flags, 0o666)
         self._lock = threading.Lock()
         self._is_open = True
+        self._written_out_bytes = 0
+        try:
+            reserve(self._descriptor, size_bytes)
+        except OSError as error:
+            explained = self._explained(error)
+            self.abort()
+            raise explained from error
 
-    def write_part(self, number: int, offset: int, data: bytes | bytearray, crc32c: int) -> None:
+    def write_part(self, number: int, offset: int, data: Bytes, crc32c: int) -> None:
         """Write one part."""
         view = memoryview(data)
         try:
@@ -145,6 +176,9 @@ class LocalUpload:
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise self._explained(error) from error
+        if offset - self._written_out_bytes >= _WRITE_OUT_BYTES:
+            first, self._written_out_bytes = self._written_out_bytes, offset
+            begin_write_out(self._descriptor, first, offset - first)
 
     def complete(self) -> None:
         """Make the object visible and durable."""
@@ -177,18 +211,39 @@ class LocalUpload:
                 os.close(self._descriptor)
 
     def _explained(self, error: OSError) -> OSError:
-        if not is_full(error):
+        if error.errno not in _FULL:
             return error
         status = os.statvfs(self._root)
         free_bytes = status.f_bavail * status.f_frsize
         return StorageError(
-            f"cannot write {self._path}: no space left: it needs {self._size_bytes} bytes, "
-            f"{free_bytes} are free; free some space, the next save tries again",
+            f"cannot write {self._path}: {_FULL[error.errno]}: it needs {self._size_bytes} bytes, "
+            f"{free_bytes} are free; the next save tries again",
             key=os.path.relpath(self._path, self._root),
             operation="write",
             needed_bytes=self._size_bytes,
             free_bytes=free_bytes,
         )
+
+
+def reserve(descriptor: int, num_bytes: int) -> None:
+    """Have the disk set space aside, where the file system can: a full disk shows at once.
+
+    Raises:
+        OSError: If there is no space.
+    """
+    if _fallocate is None or num_bytes == 0:
+        return
+    if _fallocate(descriptor, _KEEP_SIZE, 0, num_bytes) != 0:
+        code = ctypes.get_errno()
+        # The others say that this file system cannot, not that the disk is full.
+        if code in _FULL:
+            raise OSError(code, os.strerror(code))
+
+
+def begin_write_out(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Start the disk on what has been written so far; `fsync` then waits for the rest alone."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def _retry_missing(action: Callable[[], None]) -> None:

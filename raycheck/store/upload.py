@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from raycheck.core.sums import ChunkSums
 from raycheck.errors import RaycheckError, StorageError
-from raycheck.store.backend import Backend, PartUpload
+from raycheck.store.backend import Backend, Bytes, PartUpload
 from raycheck.store.checksum import join_sums, sum_chunks
 from raycheck.store.objects import Store
 from raycheck.store.retry import RetryPolicy
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 _ABORT_RETRY = RetryPolicy(budget_s=5.0)
 
 T = TypeVar("T")
-Send = Callable[[Part, bytes | bytearray, int], None]
+Send = Callable[[Part, Bytes, int], None]
 
 
 def upload(
@@ -46,9 +48,10 @@ def upload(
     """Write ``size_bytes`` of a file as one object and return its checksums.
 
     Blocks until the object is durable and its stored size has been looked up.
-    The source is read with ``pread`` in parts, each once unless the store takes
-    streams only and fails. Memory is ``parallel_parts`` times the part size,
-    whatever the object's. If it raises, nothing is left in the store, no
+    The source is read in parts, each once unless the store takes streams only
+    and fails: with ``pread``, or through a mapping where the store takes views,
+    so it must not become shorter meanwhile. Memory is ``parallel_parts`` times
+    the part size at most, whatever the object's. If it raises, nothing is left in the store, no
     unfinished upload either, as far as the store can still be reached.
 
     Args:
@@ -118,7 +121,7 @@ class _Upload:
         if len(parts) == 1:
             self._send_all(parts, 1, self._put)
         else:
-            self._send_parts(parts, min(parallel_parts, len(parts)))
+            self._send_parts(parts, min(parallel_parts, len(parts), limits.max_parallel))
         sums = tuple(value for part in parts for value in self._sums[part.number])
         return ChunkSums(self._chunk_bytes, self._size_bytes, sums)
 
@@ -143,7 +146,7 @@ class _Upload:
             return attempt(self._store.backend)
         return self._store.run(operation, self._key, attempt, sleep=self.sleep)
 
-    def _put(self, part: Part, data: bytes | bytearray, crc32c: int) -> None:
+    def _put(self, part: Part, data: Bytes, crc32c: int) -> None:
         self._call("write", lambda backend: backend.put(self._key, data, crc32c))
 
     def _send_parts(self, parts: list[Part], num_threads: int) -> None:
@@ -151,7 +154,7 @@ class _Upload:
             "begin writing", lambda backend: backend.begin_upload(self._key, self._size_bytes)
         )
 
-        def send(part: Part, data: bytes | bytearray, crc32c: int) -> None:
+        def send(part: Part, data: Bytes, crc32c: int) -> None:
             self._call("write", lambda _: under_way.write_part(part.number, part.offset, data, crc32c))
 
         try:
@@ -165,15 +168,12 @@ class _Upload:
         def work(part: Part, buffer: bytearray) -> None:
             view = memoryview(buffer)[: part.length]
             pread_fully(self._source, view, self._source_offset + part.offset)
-            sums = sum_chunks(view, self._chunk_bytes)
-            crc32c = join_sums(sums, chunk_bytes=self._chunk_bytes, size_bytes=part.length)
-            if self._bucket:
-                self._bucket.acquire(part.length, self.sleep)
             # HTTP clients want a whole bytearray; only the last part is copied for that.
-            send(part, buffer if part.length == len(buffer) else bytes(view), crc32c)
-            self._sums[part.number] = sums
-            self._on_progress(part.length)
+            self._sum_and_send(part, buffer if part.length == len(buffer) else bytes(view), send)
 
+        if self._store.backend.takes_views:
+            self._send_views(parts, num_threads, send)
+            return
         run_parallel(
             parts,
             work,
@@ -181,6 +181,35 @@ class _Upload:
             buffer_bytes=parts[0].length,
             check=lambda: self.sleep(0),
         )
+
+    def _send_views(self, parts: list[Part], num_threads: int, send: Send) -> None:
+        """Send parts of the mapped source: no copy of ours, where the kernel makes one anyway."""
+        begin = self._source_offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = self._source_offset + self._size_bytes
+        if os.fstat(self._source).st_size < end:
+            # Reading beyond the end of a mapped file kills the process.
+            raise StorageError(
+                f"the source of an upload ends at byte {os.fstat(self._source).st_size}, before {end}",
+                operation="read source",
+            )
+        mapping = mmap.mmap(self._source, end - begin, prot=mmap.PROT_READ, offset=begin)
+        # The mapping goes with the last view of it.
+        source = memoryview(mapping)[self._source_offset - begin :]
+
+        def work(part: Part, _: bytearray) -> None:
+            with source[part.offset : part.offset + part.length] as view:
+                self._sum_and_send(part, view, send)
+
+        run_parallel(parts, work, num_threads=num_threads, buffer_bytes=0, check=lambda: self.sleep(0))
+
+    def _sum_and_send(self, part: Part, data: Bytes, send: Send) -> None:
+        sums = sum_chunks(data, self._chunk_bytes)
+        crc32c = join_sums(sums, chunk_bytes=self._chunk_bytes, size_bytes=part.length)
+        if self._bucket:
+            self._bucket.acquire(part.length, self.sleep)
+        send(part, data, crc32c)
+        self._sums[part.number] = sums
+        self._on_progress(part.length)
 
     def _abort(self, under_way: PartUpload) -> None:
         try:

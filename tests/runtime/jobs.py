@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ def digest(model: torch.nn.Module) -> str:
     sha = hashlib.sha256()
     for tensor in model.state_dict().values():
         sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def digest_of(pieces: Iterable[bytes]) -> str:
+    """Return a digest of bytes, one after the other."""
+    sha = hashlib.sha256()
+    for piece in pieces:
+        sha.update(piece)
     return sha.hexdigest()[:16]
 
 
@@ -131,15 +140,12 @@ def train_sharded(config: dict[str, Any]) -> dict[str, Any]:
     first = ckpt.current_step
 
     def digest_now() -> str:
-        sha = hashlib.sha256()
         tensors = [
             *model.parameters(),
             *(optimizer.state[p]["exp_avg"] for p in model.parameters() if optimizer.state.get(p)),
         ]
-        for tensor in tensors:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            sha.update(whole.detach().numpy().tobytes())
-        return sha.hexdigest()[:16]
+        wholes = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return digest_of(whole.detach().numpy().tobytes() for whole in wholes)
 
     at_restore = digest_now()
     for step in range(first, config["steps"]):
