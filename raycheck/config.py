@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -151,7 +151,8 @@ class Settings:
         """
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        # Also a number of too many digits, or brackets without end.
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"RAYCHECK_SETTINGS is not valid JSON ({error}); "
                 'write an object such as {"max_overhead": 0.02}',
@@ -181,7 +182,10 @@ def _refuse(field: str, value: object, allowed: str, **facts: Any) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # A whole number beyond every float is none to reckon with either.
+    return abs(value) <= sys.float_info.max
 
 
 def _check_fraction(settings: Settings, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from raycheck.cli import planning
+from raycheck.cli.audit import audit
 from raycheck.cli.demo import demo
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(planning.plan)
 app.command()(planning.simulate)
+app.command()(audit)
 
 
 def main() -> None:

@@ -38,6 +38,9 @@ Remainder = Literal["exact", "drop", "pad"]
 
 FORMAT = 1
 
+_MAX_COUNT = (1 << 63) - 1
+"""Of anything that a saved position counts."""
+
 TABLE_MAX_ITEMS = 1024
 """Up to this length an order is a shuffled table; beyond it, a Feistel network.
 
@@ -194,6 +197,15 @@ class Rest:
     def num_dropped(self) -> int:
         """Items that no step takes."""
         return max(0, self.num_items - self.num_planned)
+
+    @property
+    def num_full_steps(self) -> int:
+        """Steps, counted from the first, that take ``step_items``; what the later ones take only `span` says."""
+        full, world_size = self.dealing.step_items, self.dealing.world_size
+        if full == world_size:
+            return self.num_steps
+        # From where `_begin` keeps items back for later steps on.
+        return min(self.num_steps, (self.num_planned - self.num_steps * world_size) // (full - world_size))
 
     def span(self, step: int) -> range:
         """Return the positions of a step, over all ranks.
@@ -359,8 +371,9 @@ def decode_cursor(state: dict[str, Any]) -> tuple[Cursor, Dealing]:
     Raises:
         CheckpointMismatchError: If it is nothing that it writes.
     """
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    # Its type first: an array that is compared gives another array.
+    if type(found) is not int or found != FORMAT:
         raise CheckpointMismatchError(
             f"not a data position of format {FORMAT} but {found!r}: "
             "a newer raycheck wrote it, or another loader's state was passed",
@@ -371,6 +384,8 @@ def decode_cursor(state: dict[str, Any]) -> tuple[Cursor, Dealing]:
         cursor = Cursor(**{field.name: state[field.name] for field in dataclasses.fields(Cursor)})
         names = ("world_size", "batch_size", "global_batch_size")
         dealing = Dealing(**{name: state[name] for name in names})
+        if max(cursor.length, cursor.epoch, dealing.step_items) > _MAX_COUNT:
+            refuse("length", cursor.length, f"a position whose numbers are at most {_MAX_COUNT}")
     except (KeyError, ConfigError) as error:
         raise CheckpointMismatchError(f"the saved data position is damaged: {error}") from error
     return cursor, dealing

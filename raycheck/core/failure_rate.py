@@ -30,6 +30,10 @@ DEFAULT_GPU_DAYS_PER_FAILURE = 3748.0
 _GRID_LOW, _GRID_HIGH = 0.1, 100_000.0
 _POINTS_PER_DECADE = 40
 
+_SEEN_LIMITS = {"prior_gpu_days_per_failure": (1e-9, 1e15), "gpu_days": (0.0, 1e12)}
+_MAX_FAILURES = 10**9
+"""What a run can have seen at most: beyond it, the grid's powers would be no numbers any more."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRate:
@@ -124,13 +128,16 @@ class FailureRate:
             ValueError: If a field is missing or wrong.
         """
         try:
-            return cls(
-                prior_gpu_days_per_failure=float(fields["prior_gpu_days_per_failure"]),
-                gpu_days=float(fields["gpu_days"]),
-                failures={kind: int(count) for kind, count in fields["failures"].items()},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a failure rate: {fields!r}") from error
+            seen = {name: float(fields[name]) for name in _SEEN_LIMITS}
+            failures = {kind: int(count) for kind, count in fields["failures"].items()}
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a failure rate: {str(fields)[:300]}") from error
+        for name, (low, high) in _SEEN_LIMITS.items():
+            if not low <= seen[name] <= high:
+                raise ValueError(f"not a failure rate: {name}={seen[name]!r}")
+        if any(count > _MAX_FAILURES for count in failures.values()):
+            raise ValueError("not a failure rate: more failures than a run can have seen")
+        return cls(failures=failures, **seen)
 
     def _posterior(self) -> list[tuple[float, float]]:
         """Grid points with their probabilities, rising in GPU-days per failure."""

@@ -21,10 +21,11 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.sums import MAX_OBJECT_BYTES
 from raycheck.errors import CorruptCheckpointError
 
 ROOT = "raycheck"
@@ -38,9 +39,18 @@ HEADER_ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
-_CLAIM = re.compile(r"(\d{6,})-([0-9a-f]+)\.claim\.json")
-_RECORD = re.compile(r"(\d{6,})-([0-9a-f]+)\.json")
-_CHECKPOINT = re.compile(r"step-(\d{10,})-g(\d{6,})-([0-9a-f]+)-p(\d{6,})")
+MAX_ITEM_BYTES = 16
+"""Of one element of a tensor: complex128."""
+
+MAX_DIMENSIONS = 64
+
+MAX_ENTRIES_PER_SHARD = 2_000_000
+"""What a shard's header can list: each tensor takes 50 bytes of it or more."""
+
+# Bounded, since the length of a number that is read from a listing is not ours to choose.
+_CLAIM = re.compile(r"([0-9]{6,18})-([0-9a-f]{1,64})\.claim\.json")
+_RECORD = re.compile(r"([0-9]{6,18})-([0-9a-f]{1,64})\.json")
+_CHECKPOINT = re.compile(r"step-([0-9]{10,18})-g([0-9]{6,18})-([0-9a-f]{1,64})-p([0-9]{6,18})")
 
 # Names of torch dtypes in safetensors. A dtype that is missing here is stored
 # as bytes; its true name is in the layout.
@@ -80,14 +90,23 @@ def end_key(generation: GenerationId) -> str:
 
 def parse_claim_name(name: str) -> GenerationId | None:
     """Return whose claim a name below ``generations/`` is; None if it is no claim."""
-    match = _CLAIM.fullmatch(name)
-    return GenerationId(int(match[1]), match[2]) if match else None
+    return _parse_generation(_CLAIM, claim_key, name)
 
 
 def parse_record_name(name: str) -> GenerationId | None:
     """Return whose record a name below ``generations/`` is; None if it is no record."""
-    match = _RECORD.fullmatch(name)
-    return GenerationId(int(match[1]), match[2]) if match else None
+    return _parse_generation(_RECORD, record_key, name)
+
+
+def _parse_generation(
+    pattern: re.Pattern[str], key_of: Callable[[GenerationId], str], name: str
+) -> GenerationId | None:
+    match = pattern.fullmatch(name)
+    if not match:
+        return None
+    generation = GenerationId(int(match[1]), match[2])
+    # "0000003" would be another name for 3, whose objects are elsewhere.
+    return generation if key_of(generation) == f"{GENERATIONS}/{name}" else None
 
 
 def checkpoint_prefix(ref: CheckpointRef) -> str:
@@ -100,7 +119,8 @@ def parse_checkpoint_name(name: str) -> CheckpointRef | None:
     match = _CHECKPOINT.fullmatch(name)
     if not match:
         return None
-    return CheckpointRef(int(match[1]), GenerationId(int(match[2]), match[3]), int(match[4]))
+    ref = CheckpointRef(int(match[1]), GenerationId(int(match[2]), match[3]), int(match[4]))
+    return ref if checkpoint_prefix(ref) == f"{CHECKPOINTS}/{name}" else None
 
 
 def manifest_key(ref: CheckpointRef) -> str:
@@ -278,6 +298,9 @@ class Manifest:
 
     metrics: dict[str, float]
 
+    accounts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the loaders consumed in this generation, as `core.audit` encodes it."""
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's object."""
@@ -293,6 +316,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "write_id": manifest.write_id,
         "metrics": manifest.metrics,
         "shards": [shard.to_row() for shard in manifest.shards],
+        "accounts": manifest.accounts,
     }
     return json.dumps(fields, indent=1).encode()
 
@@ -309,40 +333,74 @@ def decode_manifest(data: bytes, ref: CheckpointRef) -> Manifest:
         if fields["format"] != 1:
             raise ValueError(f"format {fields['format']!r} is newer than this version of raycheck reads")
         number, id_ = fields["generation"]
+        found = CheckpointRef(fields["step"], GenerationId(number, id_), fields["plan_id"])
+        if found != ref:
+            raise ValueError(f"it is the manifest of {found}")
         manifest = Manifest(
-            ref=CheckpointRef(fields["step"], GenerationId(number, id_), fields["plan_id"]),
+            # Not what was read: 12.0 and True equal numbers, and are none in a key.
+            ref=ref,
             world_size=fields["world_size"],
             layout_digest=fields["layout"],
             shards=tuple(ShardInfo(*row) for row in fields["shards"]),
             created_unix_s=float(fields["created_unix_s"]),
-            write_id=str(fields["write_id"]),
-            metrics=dict(fields["metrics"]),
+            write_id=fields["write_id"],
+            metrics=fields["metrics"],
+            # Only the audit reads them, and judges them itself; older manifests have none.
+            accounts=fields.get("accounts", {}),
         )
-        _check_manifest(manifest, ref)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        _check_manifest(manifest)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"step {ref.step}: {key} is damaged ({error}); an older checkpoint can be used",
+            f"step {ref.step}: {key} is damaged ({brief(error)}); an older checkpoint can be used",
             step=ref.step,
             key=key,
         ) from error
     return manifest
 
 
-def _check_manifest(manifest: Manifest, ref: CheckpointRef) -> None:
-    if manifest.ref != ref:
-        raise ValueError(f"it is the manifest of {manifest.ref}")
+def brief(error: object) -> str:
+    """Return the beginning of a text that may hold any part of damaged bytes."""
+    text = str(error)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """Return whether ``value`` is a whole number from ``least`` on that fits 64 bits; True and 1.0 are none."""
+    return type(value) is int and least <= value < 1 << 63
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    if not is_whole(manifest.world_size, 1):
+        raise ValueError(f"{manifest.world_size!r} ranks")
     if not re.fullmatch(r"[0-9a-f]{8,64}", manifest.layout_digest):
         raise ValueError(f"layout {manifest.layout_digest!r}")
+    if not math.isfinite(manifest.created_unix_s):
+        raise ValueError(f"created at {manifest.created_unix_s!r}")
+    if type(manifest.write_id) is not str:
+        raise ValueError(f"write id {manifest.write_id!r}")
+    if type(manifest.metrics) is not dict or not all(map(_is_metric, manifest.metrics.values())):
+        raise ValueError("metrics that are no numbers")
+    if type(manifest.accounts) is not dict:
+        raise ValueError("accounts that are none")
     if len(manifest.shards) != manifest.world_size:
         raise ValueError(f"{len(manifest.shards)} shards for {manifest.world_size} ranks")
     for rank, shard in enumerate(manifest.shards):
         # Also keeps a forged manifest from naming objects outside its checkpoint.
-        if shard.rank != rank or shard.name != shard_name(rank, manifest.world_size):
+        if (
+            not is_whole(shard.rank)
+            or shard.rank != rank
+            or shard.name != shard_name(rank, manifest.world_size)
+        ):
             raise ValueError(f"shard {rank} is called {shard.name!r}")
-        if not isinstance(shard.num_bytes, int) or shard.num_bytes <= 0:
+        if not is_whole(shard.num_bytes, 1) or shard.num_bytes > MAX_OBJECT_BYTES:
             raise ValueError(f"shard {rank} has {shard.num_bytes!r} bytes")
         if not isinstance(shard.digest, str) or not re.fullmatch(r"[0-9a-f]{8}", shard.digest):
             raise ValueError(f"shard {rank} has the digest {shard.digest!r}")
+
+
+def _is_metric(value: object) -> bool:
+    # A loss may well be NaN.
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
 def uncovered(entries: Iterable[Entry]) -> str | None:
@@ -369,23 +427,79 @@ def uncovered(entries: Iterable[Entry]) -> str | None:
     return None
 
 
-def check_entries(entries: Iterable[Entry], manifest: Manifest) -> None:
-    """Check that a layout's entries lie inside the manifest's shards.
+def check_entries(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+    """Return a layout's entries, which are boxes of tensors with their bytes inside the manifest's shards.
+
+    Whoever plans reads from them, or makes room for a tensor, may rely on
+    shapes and sizes: no tensor has more bytes than its boxes, and no box more
+    than its shard. The first that is wrong ends it, so that many that say the
+    same cost nothing.
 
     Raises:
-        CorruptCheckpointError: If one does not.
+        CorruptCheckpointError: If one is no such box.
     """
+    checked: list[Entry] = []
+    places: set[tuple[str, int, int]] = set()
     sizes = [shard.num_bytes for shard in manifest.shards]
+    kinds: dict[tuple[str, int], tuple[str, tuple[int, ...], int]] = {}
+    elements: dict[tuple[str, int], int] = {}
     for entry in entries:
-        end = entry.begin + entry.num_bytes
-        if (
-            not 0 <= entry.rank < len(sizes)
-            or entry.begin < 0
-            or entry.num_bytes < 0
-            or end > sizes[entry.rank]
-        ):
-            raise CorruptCheckpointError(
-                f"step {manifest.ref.step}: the layout places {entry.name!r} outside its shard",
-                step=manifest.ref.step,
-                key=layout_key(manifest.layout_digest),
-            )
+        fault = _fault_of(entry, sizes)
+        if fault is None:
+            key = entry.name, entry.owner
+            count = math.prod(entry.shape)
+            elements[key] = elements.get(key, 0) + count
+            item_bytes = entry.num_bytes // count if count else 0
+            kind = entry.dtype, entry.global_shape, item_bytes
+            known = kinds.setdefault(key, kind)
+            if known[:2] != kind[:2] or (item_bytes and known[2] and item_bytes != known[2]):
+                fault = "is of two kinds"
+            elif item_bytes and not known[2]:
+                kinds[key] = kind
+            place = *key, entry.rank
+            if place in places:
+                fault = "is twice in one shard"
+            places.add(place)
+        if fault is not None:
+            raise _corrupt_layout(manifest, f"{brief(repr(entry.name))} {fault}")
+        checked.append(entry)
+    for key, (_, shape, _) in kinds.items():
+        if math.prod(shape) > elements[key]:
+            raise _corrupt_layout(manifest, f"{brief(repr(key[0]))} lacks some of its elements")
+    return checked
+
+
+def _fault_of(entry: Entry, sizes: Sequence[int]) -> str | None:
+    """Return what is wrong with an entry by itself."""
+    if type(entry.name) is not str or type(entry.dtype) is not str:
+        return "has no name or type"
+    boxes = (entry.global_shape, entry.offset, entry.shape)
+    if not all(type(number) is int for box in boxes for number in box):
+        return "has a shape that is none"
+    num_dimensions = len(entry.shape)
+    if num_dimensions > MAX_DIMENSIONS or any(len(box) != num_dimensions for box in boxes):
+        return "has a shape that is none"
+    if any(
+        offset < 0 or extent < 0 or offset + extent > whole
+        for whole, offset, extent in zip(*boxes, strict=True)
+    ):
+        return "has a box outside its tensor"
+    if not all(map(is_whole, (entry.rank, entry.begin, entry.num_bytes))) or entry.rank >= len(sizes):
+        return "lies in no shard"
+    if type(entry.owner) is not int or not -1 <= entry.owner < len(sizes):
+        return "belongs to no rank"
+    if entry.begin + entry.num_bytes > sizes[entry.rank]:
+        return "lies outside its shard"
+    count = math.prod(entry.shape)
+    if entry.num_bytes % count if count else entry.num_bytes:
+        return "has bytes that are no elements"
+    if count and not 1 <= entry.num_bytes // count <= MAX_ITEM_BYTES:
+        return "has elements of no size"
+    return None
+
+
+def _corrupt_layout(manifest: Manifest, what: str) -> CorruptCheckpointError:
+    key = layout_key(manifest.layout_digest)
+    return CorruptCheckpointError(
+        f"step {manifest.ref.step}: {key} is damaged: {what}", step=manifest.ref.step, key=key
+    )

@@ -11,6 +11,7 @@ nothing that anyone selects, and two drivers started at once leave one.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,13 +88,13 @@ class GenerationRecord:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"not a count: {value!r}")
     return value
 
 
 def _generation(number: object, id_: object) -> GenerationId:
-    if not isinstance(id_, str) or not id_.isalnum():
+    if not isinstance(id_, str) or not re.fullmatch(r"[0-9a-f]{1,64}", id_):
         raise ValueError(f"not a generation id: {id_!r}")
     return GenerationId(_count(number), id_)
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from raycheck.core.layout import ShardInfo
 from raycheck.core.page import Plan
 
 EndReason = Literal[
-    "committed", "missed", "lost", "deadline", "failed", "replicas", "closing", "superseded", "fenced"
+    "committed", "missed", "lost", "deadline", "failed", "data", "replicas", "closing", "superseded", "fenced"
 ]
 
 # Why an attempt may end without anything being wrong with saving as such.
@@ -89,6 +90,9 @@ class Staged:
 
     step: int | None = None
     """The plan's step: a coordinator that has restarted may give one id again. None: not told."""
+
+    place: str = ""
+    """Where this rank is in its data: the same text on every rank, or they have come apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -371,7 +375,7 @@ class CommitProtocol:
             case Staged():
                 attempt.staged[event.rank] = event
                 self._see_step(attempt.plan.step, now_s)
-                return self._compare_replicas(attempt)
+                return self._compare_ranks(attempt)
             case Durable():
                 attempt.durable[event.shard.rank] = event
                 return []
@@ -428,10 +432,12 @@ class CommitProtocol:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         return self._end("deadline", f"no snapshot from rank {shown} at step {attempt.plan.step}")
 
-    def _compare_replicas(self, attempt: _Attempt) -> list[Action]:
+    def _compare_ranks(self, attempt: _Attempt) -> list[Action]:
         if len(attempt.staged) < self.world_size:
             return []
         self._lead_factor = max(self._lead_factor // 2, 1)
+        if len({staged.place for staged in attempt.staged.values()}) > 1:
+            return self._end("data", _describe_places(attempt.staged.values()))
         if len({staged.replica_digest for staged in attempt.staged.values()}) == 1:
             return []
         ended = self._end(
@@ -572,3 +578,18 @@ class CommitProtocol:
         self._last_started_s = now_s
         self._is_asked = False
         return [Publish(plan)]
+
+
+def _describe_places(staged: Iterable[Staged]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for one in sorted(staged, key=lambda one: one.rank):
+        ranks.setdefault(one.place, []).append(one.rank)
+    places = [
+        f"rank {', '.join(map(str, some[:8]))}{', ...' if len(some) > 8 else ''} at {place or 'no position'!r}"
+        for place, some in ranks.items()
+    ]
+    return (
+        f"ranks are at different places in the data: {'; '.join(places[:8])}. Every rank must take the same "
+        "batches from a loader that is passed to attach(): one that only some ranks use must be left out, and a "
+        "look at a batch (next(iter(loader))) must be taken on all of them"
+    )

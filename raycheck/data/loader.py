@@ -11,8 +11,8 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
-from raycheck.core.cursor import Cursor, Remainder, Rest, batch_seed, refuse
-from raycheck.data.sampler import ElasticBatchSampler
+from raycheck.core.cursor import Cursor, Remainder, Rest, batch_seed, check_int, refuse
+from raycheck.data.sampler import Counting, ElasticBatchSampler
 from raycheck.errors import ConfigError
 
 Item = TypeVar("Item", covariant=True)
@@ -106,6 +106,8 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         # Torch sets these as for a batch sampler of unknown kind and then locks them.
         object.__setattr__(self, "batch_size", position.batch_size)
         object.__setattr__(self, "drop_last", remainder == "drop")
+        position.count_by(Counting.LOADER)
+        self.is_counted_outside = False
         self._position = position
         self._iterator_number = 0
 
@@ -168,7 +170,7 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         Raises:
             ConfigError: If fewer remain of this epoch.
         """
-        self._position.advance(num_batches)
+        self._position.skip(num_batches)
         self._iterator_number += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,6 +193,10 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         """Raise what `load_state_dict` would, changing nothing."""
         self._position.check_state_dict(state)
 
+    def account(self) -> dict[str, Any]:
+        """Return what was consumed since the position was last loaded, as plain JSON values."""
+        return self._position.account()
+
 
 class _Batches(Iterator[Any]):
     """One pass over a loader. Counts what is taken from it; out of date once the loader's number moves on."""
@@ -199,6 +205,8 @@ class _Batches(Iterator[Any]):
         self._loader = loader
         self._batches = batches
         self._number = loader._iterator_number
+        # Around a loader that fetches ahead, what it yields is counted, not what it fetches.
+        self._is_counted_outside = loader.is_counted_outside
 
     def __next__(self) -> Any:
         loader = self._loader
@@ -212,13 +220,15 @@ class _Batches(Iterator[Any]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            loader._position.has_ended = True
+            if not self._is_counted_outside:
+                loader._position.end_pass()
             raise
         except BaseException:
             # Torch may have gone past the batch or not, depending on what failed.
             loader._iterator_number += 1
             raise
-        loader._position.count()
+        if not self._is_counted_outside:
+            loader._position.count()
         return batch
 
     def __len__(self) -> int:
@@ -234,20 +244,27 @@ class _LoaderPosition(ElasticBatchSampler):
     def begin(self, *, seeds_workers: bool) -> None:
         """Begin a pass."""
         self._begin()
-        self._is_counted = True
         self.seeds_workers = seeds_workers
 
-    def count(self) -> None:
-        """Count one batch as consumed: `advance` without its checks, on every batch's way."""
-        self._num_consumed += 1
+    def end_pass(self) -> None:
+        """Note that the loop has seen the end of the pass."""
+        self.has_ended = True
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def skip(self, num_batches: int) -> None:
+        """Go past batches that nobody consumes: in the account they are a gap."""
+        check_int("num_batches", num_batches, 0)
+        reached = self.cursor
+        self._advance(num_batches)
+        self._ledger.move(reached, self.cursor)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.seeds_workers:
+            for _, items in self._produce():
+                yield items
+            return
         cursor = self._rest.cursor
-        for positions, items in self._produce():
-            if self.seeds_workers:
-                items = _SeededBatch(items)
-                items.seed_parts = (cursor.seed, cursor.epoch, positions.start)
-            yield items
+        for start, items in self._produce():
+            yield _SeededBatch(items, cursor.seed, cursor.epoch, start)
 
     @property
     def _shown(self) -> Rest:
@@ -259,28 +276,30 @@ class _LoaderPosition(ElasticBatchSampler):
         self.has_ended = False
 
 
-class _SeededBatch(list[int]):
-    """A batch's indices, which seed the generators of the worker process that receives them.
+class _SeededBatch:
+    """A batch's indices on their way to a worker process, whose generators they seed.
 
     Torch unpickles them in the worker right before it fetches the batch, and
     nowhere else. It is the one place before the fetch that leaves the data set
     (also as ``get_worker_info`` shows it), ``collate_fn`` and ``worker_init_fn``
-    as the user gave them. The data set gets a plain list.
+    as the user gave them. What the worker gets is a plain list.
     """
 
-    __slots__ = ("seed_parts",)
-    seed_parts: tuple[int, int, int]
+    __slots__ = ("_parts",)
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_open_batch, (list(self), self.seed_parts))
+        return _open_batch, self._parts
 
 
-def _open_batch(items: list[int], seed_parts: tuple[int, int, int]) -> list[int]:
-    seed = batch_seed(*seed_parts)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+def _open_batch(items: list[int], seed: int, epoch: int, start: int) -> list[int]:
+    drawn = batch_seed(seed, epoch, start)
+    random.seed(drawn)
+    np.random.seed(drawn % 2**32)
     # Not torch.manual_seed, which also queues seeds for devices that a worker does not use.
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(drawn)
     return items
 
 

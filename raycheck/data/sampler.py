@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import enum
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from raycheck.core.audit import Ledger, encode_account
 from raycheck.core.cursor import (
     MIX_FIRST,
     MIX_SECOND,
@@ -33,6 +34,15 @@ from raycheck.errors import ConfigError
 
 BLOCK_ITEMS = 2048
 """Items whose place in the order is computed at a time: enough to spread NumPy's cost per call."""
+
+
+class Counting(enum.Enum):
+    """Who counts the batches that training consumes."""
+
+    NOBODY = "nobody"
+    HAND = "advance()"
+    LOADER = "the loader"
+    STEP = "ckpt.step()"
 
 
 class DataPosition:
@@ -86,8 +96,8 @@ class DataPosition:
             may_split=self._may_split,
         )
         self._check()
-        self._is_counted = False
-        self._go_to(Cursor(length=len(dataset), seed=seed, shuffle=shuffle))
+        self._counting = Counting.NOBODY
+        self._set_to(Cursor(length=len(dataset), seed=seed, shuffle=shuffle))
 
     def _check(self) -> None:
         """Refuse what this kind of sampler cannot do."""
@@ -141,10 +151,47 @@ class DataPosition:
             ConfigError: If fewer batches remain of this epoch.
         """
         check_int("num_batches", num_batches, 0)
+        if self._counting in (Counting.LOADER, Counting.STEP):
+            raise ConfigError(
+                f"advance({num_batches}): {self._counting.value} counts the batches of this "
+                f"{type(self).__name__}, which was passed to attach(), and each would count twice; remove the "
+                "calls of advance()",
+                field="num_batches",
+                value=num_batches,
+            )
+        self._counting = Counting.HAND
+        self._advance(num_batches)
+
+    def count_by(self, counting: Counting) -> None:
+        """Say who counts from now on. For ``attach``."""
+        self._counting = counting
+
+    def end_step(self) -> None:
+        """Count one batch for a training step, unless `advance` is called by hand. For ``ckpt.step()``."""
+        if self._counting is Counting.HAND:
+            return
+        self._counting = Counting.STEP
+        if self._num_consumed == self._rest.num_steps:
+            raise ConfigError(
+                f"ckpt.step() counts one batch per step, and epoch {self.epoch} had no batch left. Pass the "
+                f"DataLoader to attach() in place of its {type(self).__name__}: then the batches that the loop "
+                "receives are counted, however many there are to a step",
+                field="step",
+                value=self._num_consumed + 1,
+            )
+        self._num_consumed += 1
+
+    def count(self) -> None:
+        """Count one batch that the loop has received: without checks, on every batch's way."""
+        self._num_consumed += 1
+
+    def end_pass(self) -> None:
+        """Take note that the loop has seen the end of a pass."""
+
+    def _advance(self, num_batches: int) -> None:
         num_left = self._rest.num_steps - self._num_consumed
         if num_batches > num_left:
             refuse("num_batches", num_batches, f"at most the {num_left} that remain of epoch {self.epoch}")
-        self._is_counted = True
         self._num_consumed += num_batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +211,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain JSON values. The same on every rank."""
-        if self._num_produced and not self._is_counted:
+        if self._num_produced and self._counting is Counting.NOBODY:
             warnings.warn(
                 f"{type(self).__name__} gave out {self._num_produced} batches of epoch {self.epoch} and was "
                 "never told that one was consumed, so the saved position is that before them. Call "
@@ -193,9 +240,20 @@ class DataPosition:
         change = describe_batch_change(dealing, self._dealing)
         if change and self.rank == 0:
             warnings.warn(change, UserWarning, stacklevel=2)
-        self._go_to(saved)
+        self._set_to(saved)
+
+    def account(self) -> dict[str, Any]:
+        """Return what was consumed since the position was last loaded, as plain JSON values."""
+        return encode_account(self.cursor, self._dealing, self._ledger)
+
+    def _set_to(self, cursor: Cursor) -> None:
+        """Go to a place from which a new account begins."""
+        self._rest, self._num_consumed = Rest(cursor, self._dealing), 0
+        self._ledger = Ledger(cursor)
+        self._go_to(cursor)
 
     def _go_to(self, cursor: Cursor) -> None:
+        self._ledger.move(self.cursor, cursor)
         self._rest = Rest(cursor, self._dealing)
         self._order = order_of(cursor)
         self._num_consumed = 0
@@ -206,7 +264,8 @@ class DataPosition:
     def _is_over(self) -> bool:
         # What prefetching workers took says nothing about what training used, so
         # it decides only where nobody counts.
-        num_done = self._num_consumed if self._is_counted else self._num_produced
+        is_counted = self._counting is not Counting.NOBODY
+        num_done = self._num_consumed if is_counted else self._num_produced
         return self._has_begun and num_done == self._rest.num_steps
 
     def _begin(self) -> None:
@@ -219,22 +278,30 @@ class DataPosition:
         """What ``len`` speaks of: the pass, or when it is over a whole epoch."""
         return Rest(self._rest.cursor.at(self.epoch), self._dealing) if self._is_over else self._rest
 
-    def _produce(self) -> Iterator[tuple[range, list[int]]]:
-        """Yield positions and items of each batch of the present rest, in the order of the steps."""
+    def _produce(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield first position and items of each batch of the present rest, in the order of the steps."""
         rest, order = self._rest, self._order
         block_steps = max(1, BLOCK_ITEMS // self.batch_size)
         for first in range(0, rest.num_steps, block_steps):
-            steps = range(first, min(first + block_steps, rest.num_steps))
-            for batch in self._block(rest, order, steps):
+            for batch in self._block(rest, order, range(first, min(first + block_steps, rest.num_steps))):
                 if rest is self._rest:
                     self._num_produced += 1
                 yield batch
 
-    def _block(self, rest: Rest, order: Order, steps: range) -> list[tuple[range, list[int]]]:
-        batches = [rest.positions(step, self.rank) for step in steps]
-        items = _items(order, batches)
-        ends = itertools.accumulate(map(len, batches))
-        return [(batch, items[end - len(batch) : end]) for batch, end in zip(batches, ends, strict=True)]
+    def _block(self, rest: Rest, order: Order, steps: range) -> Iterable[tuple[int, list[int]]]:
+        """Return the batches of some steps; of full steps, which are nearly all, at once."""
+        if steps.stop > rest.num_full_steps:
+            batches = [rest.positions(step, self.rank) for step in steps]
+            return [(batch.start, _items(order, [batch])) for batch in batches]
+        first = rest.positions(steps.start, self.rank)
+        stride = rest.dealing.step_items
+        starts = range(first.start, first.start + len(steps) * stride, stride)
+        positions = np.add.outer(
+            np.arange(len(steps), dtype=np.uint64) * np.uint64(stride),
+            np.arange(first.start, first.stop, first.step, dtype=np.uint64),
+        )
+        items = items_at(order, positions.ravel()).reshape(positions.shape)
+        return zip(starts, items.tolist(), strict=True)
 
 
 class ElasticBatchSampler(DataPosition, Sampler[list[int]]):
@@ -299,14 +366,19 @@ class ElasticSampler(DataPosition, Sampler[int]):
         return num_full * self.batch_size + len(rest.positions(num_full, self.rank))
 
 
+def default_place() -> tuple[int, int]:
+    """Return rank and world size of ``torch.distributed``; (0, 1) where it is not initialised."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         field, value = ("rank", rank) if world_size is None else ("world_size", world_size)
         refuse(field, value, "given together with the other of rank and world_size, or neither")
     if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
+        return default_place()
     check_int("world_size", world_size, 1)
     check_int("rank", rank, 0)
     if rank >= world_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -16,8 +17,12 @@ import pyarrow.parquet as pq
 from raycheck.core.layout import TELEMETRY
 from raycheck.errors import StorageError
 from raycheck.store.objects import Store
+from raycheck.store.tables import iter_rows
 
 logger = logging.getLogger("raycheck")
+
+_MAX_ROWS = 100_000
+"""Of one object: a flush has a few hundred."""
 
 _COLUMNS = ("unix_s", "kind", "generation", "writer", "facts")
 _SCHEMA = pa.schema([(name, pa.float64() if name == "unix_s" else pa.string()) for name in _COLUMNS])
@@ -81,9 +86,34 @@ class EventLog:
 
 
 def read_events(store: Store) -> list[dict[str, Any]]:
-    """Return all events of a run, oldest first. Blocks for storage."""
-    rows: list[dict[str, Any]] = []
+    """Return all events of a run, oldest first. Blocks for storage.
+
+    An object that is damaged is left out with a warning: a report without it is
+    better than none.
+    """
+    events: list[dict[str, Any]] = []
     for info in store.list_keys(TELEMETRY):
-        for row in pq.read_table(io.BytesIO(store.get(info.key))).to_pylist():
-            rows.append({**row, "facts": json.loads(row["facts"])})
-    return sorted(rows, key=lambda row: row["unix_s"])
+        try:
+            events += parse_events(store.get(info.key))
+        except ValueError as error:
+            logger.warning("%s is damaged and left out: %s", info.key, error)
+    return sorted(events, key=lambda event: float(event["unix_s"]))
+
+
+def parse_events(data: bytes) -> list[dict[str, Any]]:
+    """Return the events that one object holds.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    events = []
+    for row in iter_rows(data, _SCHEMA, max_rows=_MAX_ROWS):
+        event = dict(zip(_COLUMNS, row, strict=True))
+        try:
+            event["facts"] = json.loads(event["facts"])
+        except (ValueError, RecursionError) as error:
+            raise ValueError("facts that are no JSON") from error
+        if type(event["facts"]) is not dict or not math.isfinite(event["unix_s"]):
+            raise ValueError("facts that are none, or of no time")
+        events.append(event)
+    return events

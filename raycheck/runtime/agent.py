@@ -243,9 +243,11 @@ class Agent:
                 raise ConnectionError("a hello without a descriptor")
             worker = self._register(connection, fd, hello)
             while True:
-                message, _ = connection.receive()
-                self._take(worker, message)
-        except (OSError, ValueError, KeyError) as error:
+                message, further_fd = connection.receive()
+                if further_fd is not None:
+                    os.close(further_fd)
+                self._take(worker, wire.check_fields(message))
+        except (OSError, ValueError, LookupError) as error:
             if not isinstance(error, ConnectionError) and not self._closed.is_set():
                 logger.exception("node %s: a worker sent something that cannot be read", self._node)
         finally:
@@ -254,11 +256,32 @@ class Agent:
                 self._lose(worker)
 
     def _register(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> _Worker:
-        worker = _Worker(connection, fd, hello)
+        try:
+            if hello["op"] != "hello":
+                raise ValueError(f"{hello['op'][:100]!r} in the place of a hello")
+            worker = _Worker(connection, fd, wire.check_fields(hello))
+        except (OSError, ValueError):
+            os.close(fd)
+            raise
         with self._lock:
+            former = self._workers.get(worker.rank)
             self._workers[worker.rank] = worker
+            if former is not None:
+                self._succeed(former, worker)
         self._introduce(worker)
         return worker
+
+    def _succeed(self, former: _Worker, worker: _Worker) -> None:
+        """Let go of a rank's former connection, which no order reaches any more."""
+        if worker.generation == former.generation:
+            # The same process over a new connection: what it has staged goes on.
+            worker.upload, former.upload = former.upload, None
+        elif worker.generation > former.generation and former.upload is not None:
+            # A new group starts only once the attempts of the last one are committed or given up.
+            if not former.upload.is_durable:
+                former.upload.cancelled.set()
+            former.upload = None
+        self._release(former)
 
     def _introduce(self, worker: _Worker) -> None:
         here = messages.RankHere(
@@ -331,11 +354,17 @@ class Agent:
             forgotten, worker.upload = worker.upload, job
         if forgotten is not None:
             forgotten.cancelled.set()
-        self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"]))
-        self._tell(
-            worker,
-            protocol.Staged(worker.rank, plan.id, message["stall_s"], message["replica_digest"], plan.step),
+        accounts = message.get("accounts", {})
+        self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"], accounts))
+        staged = protocol.Staged(
+            worker.rank,
+            plan.id,
+            message["stall_s"],
+            message["replica_digest"],
+            plan.step,
+            place=message.get("place", ""),
         )
+        self._tell(worker, staged)
         self._pool.submit(self._persist, worker, job, message["num_bytes"])
 
     # Storage.

@@ -67,6 +67,9 @@ class _Generation:
     parent: CheckpointRef | None = None
     tables: dict[int, tuple[Entry, ...]] = dataclasses.field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    accounts: tuple[int, dict[str, Any]] = (0, {})
+    """The newest accounts of the data, and the plan that they are of."""
+
     joined_early: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -285,7 +288,7 @@ class Coordinator:
             return FailureRate.from_dict(facts["failure_rate"]).after(
                 gpu_days=ran_s * facts["world_size"] / DAY_S, failures={"worker": 1}
             )
-        except (KeyError, TypeError, ValueError, CheckpointError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, CheckpointError) as error:
             logger.warning("the failure rate of earlier starts cannot be read and starts anew: %s", error)
             return rate
 
@@ -407,8 +410,10 @@ class Coordinator:
                 self._feed(protocol.Progress(message.step, self._tuner.step_s))
             case messages.TableChanged(rank, rows):
                 generation.tables[rank] = tuple(Entry.from_row(row) for row in rows)
-            case messages.MetricsTaken(rank, _, metrics):
+            case messages.MetricsTaken(rank, plan_id, metrics, accounts):
                 generation.metrics[rank] = metrics
+                if rank == 0:
+                    generation.accounts = plan_id, accounts
             case protocol.Joined(rank) if generation.commits is None:
                 generation.joined_early.add(rank)
             case _:
@@ -488,9 +493,20 @@ class Coordinator:
                     messages.RefuseRestore(f"the generation's record cannot be written: {error}", False)
                 )
                 return
-        self._inbox.put(lambda: self._open(generation, ref))
+        accounts = self._parent_accounts(ref)
+        self._inbox.put(lambda: self._open(generation, ref, accounts))
 
-    def _open(self, generation: _Generation, ref: CheckpointRef | None) -> None:
+    def _parent_accounts(self, ref: CheckpointRef | None) -> dict[str, Any]:
+        """Return what the restored checkpoint says of the data, for the telemetry, which outlives it."""
+        if ref is None or not self._settings.telemetry:
+            return {}
+        try:
+            return self._run_store.read_manifest(ref).accounts
+        except (CheckpointError, StorageError) as error:
+            logger.info("the accounts of step %d cannot be read again: %s", ref.step, error)
+            return {}
+
+    def _open(self, generation: _Generation, ref: CheckpointRef | None, accounts: dict[str, Any]) -> None:
         if generation.commits is None:
             generation.parent = ref
             generation.commits = self._make_protocol(generation)
@@ -501,7 +517,15 @@ class Coordinator:
                 self._committed = [kept for kept in self._committed if kept <= ref]
             for rank in sorted(generation.joined_early):
                 self._feed(protocol.Joined(rank))
-            self._events.record("restored", str(generation.id), step=ref.step if ref else 0)
+            self._events.record(
+                "restored",
+                str(generation.id),
+                step=ref.step if ref else 0,
+                parent=[ref.step, str(ref.generation), ref.plan_id] if ref else None,
+                parent_accounts=accounts,
+            )
+            # The parent's manifest will be rotated away: what it says of the data must not be lost with us.
+            self._deletion.submit(self._events.flush)
         self._tell_all(messages.ProceedRestore(ref))
 
     # Saving.
@@ -519,6 +543,7 @@ class Coordinator:
                     created_unix_s=time.time(),
                     write_id=secrets.token_hex(8),
                     metrics=generation.metrics.get(0, {}),
+                    accounts=_accounts_of(generation, plan.id),
                 )
                 self._created_unix_s[manifest.ref] = manifest.created_unix_s
                 self._storage.submit(self._commit, generation, manifest, dict(generation.tables))
@@ -615,6 +640,7 @@ class Coordinator:
             "checkpoint",
             str(generation.id),
             num_bytes=end.num_bytes,
+            accounts=_accounts_of(generation, end.plan.id),
             **facts,
             **self._tuner.status(),
         )
@@ -675,3 +701,7 @@ class Coordinator:
 
     def _generation_text(self) -> str:
         return str(self._generation.id) if self._generation else ""
+
+
+def _accounts_of(generation: _Generation, plan_id: int) -> dict[str, Any]:
+    return generation.accounts[1] if generation.accounts[0] == plan_id else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from raycheck.core import protocol
 from raycheck.core.lineage import CheckpointRef, GenerationId
@@ -59,11 +60,13 @@ class TableChanged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricsTaken:
-    """The user's metrics at a snapshot's step."""
+    """The user's metrics at a snapshot's step, and rank 0's accounts of the data."""
 
     rank: int
     plan_id: int
     metrics: dict[str, float]
+    accounts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """By the loader's name in ``attach``, as `core.audit` encodes them; empty from other ranks."""
 
 
 Message = (

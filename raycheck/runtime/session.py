@@ -14,6 +14,7 @@ from raycheck.config import Settings
 from raycheck.core.layout import Entry, ShardImage
 from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.page import Plan
+from raycheck.data.adopt import DataWatch
 from raycheck.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -25,6 +26,7 @@ from raycheck.errors import (
 )
 from raycheck.runtime.link import RECONNECTED, AgentLink
 from raycheck.state.codec import Codec
+from raycheck.state.device import default_copier
 from raycheck.state.memory import read_node_memory, snapshot_budget_bytes
 from raycheck.state.restore import Restorer
 from raycheck.state.segment import Segment
@@ -77,14 +79,16 @@ class Session:
     Args:
         context: The run, as the callback left it in this process.
         tree: The live state.
+        watch: The data positions among it.
 
     Raises:
         StateError: If something in the state cannot be saved; names its path.
         ConnectionError: If this node has no agent.
     """
 
-    def __init__(self, context: WorkerContext, tree: StateTree) -> None:
+    def __init__(self, context: WorkerContext, tree: StateTree, watch: DataWatch) -> None:
         self.tree = tree
+        self._watch = watch
         self.step_number = 0
         self._context = context
         self._codec = Codec(context.settings.allow_pickle)
@@ -92,6 +96,9 @@ class Session:
         self._table: list[Any] | None = None
         self._seen_plan_id = 0
         self._metrics: Mapping[str, Any] = {}
+        self._taken: dict[str, Any] = {}
+        """What goes with the snapshot that was begun last: it is sent later, and training goes on meanwhile."""
+
         self._num_bytes_read = 0
         self._last_end_s = time.perf_counter()
         self._was_busy = False
@@ -104,7 +111,10 @@ class Session:
             codec=self._codec,
             overlap=context.settings.overlap,
             on_layout=self._send_table,
+            # The agent begins to write before the update, not after it.
+            on_settled=self._report_outcome,
             budget_bytes=_budget_bytes(context),
+            copier=default_copier(),
         )
         try:
             self._snapshotter.check()
@@ -271,6 +281,11 @@ class Session:
         self._report_outcome(self._snapshotter.settle(block=True))
         try:
             self._snapshotter.begin(plan)
+            self._taken = {
+                "metrics": self._metrics,
+                "place": self._watch.place(),
+                "accounts": self._watch.accounts() if self._context.rank == 0 else {},
+            }
         except (StateError, OSError) as error:
             logger.warning("rank %d: no snapshot at step %d: %s", self._context.rank, self.step_number, error)
             self._link.send("failed", plan_id=plan.id, reason=str(error))
@@ -284,7 +299,7 @@ class Session:
                     num_bytes=outcome.num_bytes,
                     stall_s=outcome.stall_s,
                     replica_digest=outcome.replica_digest,
-                    metrics=_numbers(self._metrics),
+                    **{**self._taken, "metrics": _numbers(self._taken["metrics"])},
                 )
             case Discarded(plan, reason):
                 self._link.send("failed", plan_id=plan.id, reason=reason)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from raycheck.data.adopt import DataWatch, adopt
+from raycheck.data.sampler import default_place
 from raycheck.errors import NotEnabledError
 from raycheck.runtime import compat
 from raycheck.runtime.session import Restored, Session, WorkerContext
@@ -43,7 +45,7 @@ def attach(
     Call it once in the train function, on every rank, after the model is
     wrapped. State is any mix of modules, optimizers, schedulers, scalers,
     other objects with ``state_dict`` and ``load_state_dict``, tensors, dicts,
-    lists and plain values. What is immutable is found restored in
+    lists and plain values; of the data, the loader. What is immutable is found restored in
     ``checkpointer.values``.
 
     Blocks until every rank has restored, and then for the copy into the live
@@ -64,7 +66,7 @@ def attach(
     Raises:
         NotEnabledError: If the run has no ``AutoCheckpoint``.
         StateError: If something in the state cannot be saved; names its path.
-        ConfigError: If ``rename`` is wrong.
+        ConfigError: If ``rename`` is wrong, or a loader cannot be resumed; says why.
         CheckpointMismatchError: If the run's checkpoint is another model's;
             nothing has been loaded.
         CheckpointError: If no checkpoint of the run can be restored.
@@ -76,7 +78,9 @@ def attach(
             raise RuntimeError(
                 "raycheck.attach() was called twice in this process; pass all state to one call"
             )
-        tree = StateTree(state, strict=strict, rename=rename)
+        rank, world_size = (_context.rank, _context.world_size) if _context else default_place()
+        adopted, watch = adopt(state, rank=rank, world_size=world_size)
+        tree = StateTree(adopted, strict=strict, rename=rename)
         if _context is None or not _context.settings.enabled:
             if _context is None and not (optional or compat.is_local_run()):
                 raise NotEnabledError(
@@ -88,8 +92,8 @@ def attach(
                 logger.warning("raycheck is not active in this run: attach() does nothing, nothing is saved")
             session = None
         else:
-            session = Session(_context, tree)
-        _attached = Checkpointer(tree, session)
+            session = Session(_context, tree, watch)
+        _attached = Checkpointer(tree, session, watch)
         return _attached
 
 
@@ -102,9 +106,10 @@ class Checkpointer:
             assign here to change what is saved.
     """
 
-    def __init__(self, tree: StateTree, session: Session | None) -> None:
+    def __init__(self, tree: StateTree, session: Session | None, watch: DataWatch) -> None:
         self._tree = tree
         self._session = session
+        self._watch = watch
         self.values = self._tree.values
         self.restored: Restored | None = None
         self._local_steps = 0
@@ -130,6 +135,7 @@ class Checkpointer:
             FencedError: If a newer start of this run has taken over.
         """
         self._local_steps += 1
+        self._watch.end_step()
         if self._session is not None:
             self._session.step(metrics)
 

@@ -213,8 +213,8 @@ class Store:
         """
         probe = Store(self.url, self._options, retry=_probing(self.retry), connect=self._connect)
         key, data = f"{PROBE_FOLDER}/{uuid.uuid4().hex}", os.urandom(16)
-        # Listed first: a store may make a missing bucket on write.
-        probe.list_children(key)
+        # Listed first: a store may make a missing bucket on write, and what keeps listings must have one to keep.
+        probe.list_keys(PROBE_FOLDER)
         probe.put(key, data)
         try:
             if ObjectInfo(key, len(data)) not in probe.list_keys(PROBE_FOLDER):

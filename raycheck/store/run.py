@@ -23,6 +23,7 @@ from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
 from raycheck.core.sums import ChunkSums
 from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from raycheck.store.objects import Store
+from raycheck.store.tables import iter_rows
 
 logger = logging.getLogger("raycheck")
 
@@ -83,7 +84,7 @@ class RunStore:
     def _facts(self, key: str) -> dict[str, Any]:
         try:
             facts = json.loads(self.store.get(key))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return facts if isinstance(facts, dict) else {}
 
@@ -91,13 +92,17 @@ class RunStore:
         """Return all readable generation records, freshly listed."""
         found = []
         for name in self.store.list_children(layout.GENERATIONS):
-            if layout.parse_record_name(name) is None:
+            generation = layout.parse_record_name(name)
+            if generation is None:
                 continue
             key = f"{layout.GENERATIONS}/{name}"
             try:
-                found.append(GenerationRecord.from_dict(json.loads(self.store.get(key))))
-            except ValueError as error:
-                logger.warning("%s is damaged and left out: %s", key, error)
+                record = GenerationRecord.from_dict(json.loads(self.store.get(key)))
+                if record.generation != generation:
+                    raise ValueError(f"it is the record of {record.generation}")
+                found.append(record)
+            except (ValueError, RecursionError) as error:
+                logger.warning("%s is damaged and left out: %s", key, layout.brief(error))
         return found
 
     def write_record(self, record: GenerationRecord) -> None:
@@ -158,19 +163,14 @@ class RunStore:
         key = layout.layout_key(manifest.layout_digest)
         step = manifest.ref.step
         try:
-            table = pq.read_table(io.BytesIO(self.store.get(key)))
-            entries = [Entry.from_row([row[c] for c in _ROW_COLUMNS]) for row in table.to_pylist()]
+            data = self.store.get(key)
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
                 f"step {step} is incomplete: {key} does not exist", step=step, key=key
             ) from error
-        except (pa.ArrowException, KeyError, TypeError, OSError) as error:
-            if isinstance(error, StorageError):
-                raise
-            raise CorruptCheckpointError(f"step {step}: {key} is damaged", step=step, key=key) from error
+        entries = parse_layout(data, manifest)
         if layout_digest(entries) != manifest.layout_digest:
             raise CorruptCheckpointError(f"step {step}: {key} is not what was written", step=step, key=key)
-        layout.check_entries(entries, manifest)
         return entries
 
     def write_layout(self, entries: Sequence[Entry]) -> str:
@@ -246,6 +246,24 @@ class RunStore:
         manifest = layout.manifest_key(ref)
         self.store.delete([manifest])
         self.store.delete([info.key for info in self.store.list_keys(prefix) if info.key != manifest])
+
+
+def parse_layout(data: bytes, manifest: Manifest) -> list[Entry]:
+    """Return the entries that a layout's object holds; whether it is the one of its digest is not looked at.
+
+    Raises:
+        CorruptCheckpointError: If it is damaged, or does not fit the manifest.
+    """
+    max_rows = layout.MAX_ENTRIES_PER_SHARD * manifest.world_size
+    try:
+        rows = iter_rows(data, _LAYOUT_SCHEMA, max_rows=max_rows)
+        return layout.check_entries(map(Entry.from_row, rows), manifest)
+    except ValueError as error:
+        key = layout.layout_key(manifest.layout_digest)
+        step = manifest.ref.step
+        raise CorruptCheckpointError(
+            f"step {step}: {key} is damaged: {layout.brief(error)}", step=step, key=key
+        ) from error
 
 
 def layout_digest(entries: Iterable[Entry]) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from raycheck.core.cursor import Cursor, order_of
+from raycheck.core.cursor import Cursor, Rest, order_of
 from raycheck.data.loader import DataLoader
 from raycheck.data.sampler import ElasticBatchSampler, ElasticSampler, items_at
 from raycheck.errors import CheckpointMismatchError, ConfigError
@@ -597,6 +597,36 @@ def test_numpy_and_plain_python_agree_on_the_order(length, seed, shuffle, data):
     order = order_of(Cursor(length=length, seed=seed, shuffle=shuffle))
     positions = data.draw(st.lists(st.integers(0, 2 * length), min_size=1, max_size=40))
     assert items_at(order, np.array(positions, np.uint64)).tolist() == [order.item(p) for p in positions]
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from(["exact", "drop", "pad"]),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=200)
+def test_batches_made_many_at_a_time_are_those_of_the_plan(
+    length, world_size, items, remainder, shuffle, data
+):
+    """Full steps are computed in blocks: each batch holds the items at the positions of its step and rank."""
+    sizes = {"global_batch_size": data.draw(st.integers(world_size, world_size * items))}
+    rank = data.draw(st.integers(0, world_size - 1))
+    sampler = ElasticBatchSampler(
+        Numbers(length), shuffle=shuffle, remainder=remainder, rank=rank, world_size=world_size, **sizes
+    )
+    sampler.advance(data.draw(st.integers(0, len(sampler))))
+    rest = Rest(sampler.cursor, sampler.dealing)
+    order = order_of(rest.cursor)
+    if rest.num_steps:
+        expected = [[order.item(p) for p in rest.positions(step, rank)] for step in range(rest.num_steps)]
+        assert list(sampler) == expected
+    sizes_found = [len(rest.span(step)) for step in range(rest.num_steps)]
+    num_full = rest.num_full_steps
+    assert sizes_found[:num_full] == [sampler.dealing.step_items] * num_full
+    assert len(sizes_found) - num_full <= 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

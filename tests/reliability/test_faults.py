@@ -6,9 +6,16 @@ import pytest
 
 from tests.reliability.chaos import KINDS, POINTS, Campaign, ChaosCluster, RestartableServer, applies
 
-WORKER, AGENT, COORDINATOR, ALL, REPLY, REFUSAL, SERVER = KINDS
+WORKER = "SIGKILL of a worker"
+AGENT = "SIGKILL of an agent"
+COORDINATOR = "loss of the coordinator"
+ALL = "SIGKILL of everything"
+REPLY = "lost reply"
+REFUSAL = "503 for a while"
+DISK = "disk full"
+SERVER = "SIGKILL of the S3 server"
 
-FAULTS = [
+LOCAL_FAULTS = [
     ("before a plan", COORDINATOR),
     ("planned", AGENT),
     ("planned", WORKER),
@@ -18,6 +25,7 @@ FAULTS = [
     ("uploading", AGENT),
     ("half uploaded", AGENT),
     ("half uploaded", COORDINATOR),
+    ("half uploaded", DISK),
     ("uploaded", REFUSAL),
     ("uploaded", WORKER),
     ("written", COORDINATOR),
@@ -36,6 +44,21 @@ FAULTS = [
     ("recorded", WORKER),
 ]
 
+NETWORK_FAULTS = [
+    ("starting", "stale listings"),
+    ("starting", "PUT done, reply lost"),
+    ("restoring", "cut within a reply"),
+    ("recording", "AccessDenied on writes"),
+    ("recorded", "503 SlowDown"),
+    ("staged", "cut within a request"),
+    ("uploading", "ExpiredToken"),
+    ("half uploaded", "slow replies"),
+    ("uploaded", "PUT done, reply lost"),
+    ("uploaded", "AccessDenied on writes"),
+    ("written", "cut within a reply"),
+    ("rotating", "503 SlowDown"),
+]
+
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory):
@@ -48,16 +71,41 @@ def campaign(tmp_path_factory):
 
 
 def test_every_point_and_kind_is_tried():
-    """No point of the list is left out, and each pair makes sense."""
-    assert {point for point, _ in FAULTS} == set(POINTS)
-    assert {kind for _, kind in FAULTS} == set(KINDS) - {SERVER}
-    assert all(applies(point, kind) for point, kind in FAULTS)
+    """No point or kind is left out, and each pair makes sense."""
+    assert {point for point, _ in [*LOCAL_FAULTS, *NETWORK_FAULTS]} == set(POINTS)
+    assert {kind for _, kind in [*LOCAL_FAULTS, *NETWORK_FAULTS]} == set(KINDS) - {SERVER}
+    assert all(applies(point, kind) for point, kind in LOCAL_FAULTS)
+    assert all(applies(point, kind, has=("proxy",)) for point, kind in NETWORK_FAULTS)
 
 
-@pytest.mark.parametrize(("point", "kind"), FAULTS, ids=lambda text: text.replace(" ", "-"))
+@pytest.mark.parametrize(("point", "kind"), LOCAL_FAULTS, ids=lambda text: text.replace(" ", "-"))
 def test_no_fault_loses_a_checkpoint(campaign, point, kind):
     """It fired; the run commits again; what restores is, bit for bit, no older than what was acknowledged."""
     outcome = campaign.inflict(point, kind, restarts=False)
+    assert outcome.is_well, outcome
+
+
+@pytest.fixture(scope="module")
+def s3_campaign(tmp_path_factory, server, module_proxy):
+    folder = tmp_path_factory.mktemp("s3-campaign")
+    options = {**server.options, "endpoint_url": module_proxy.endpoint}
+    cluster = ChaosCluster(
+        "s3://raycheck-tests/campaign/run",
+        options,
+        folder,
+        proxy=module_proxy,
+        direct_options=server.options,
+    )
+    try:
+        yield Campaign(cluster)
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(("point", "kind"), NETWORK_FAULTS, ids=lambda text: text.replace(" ", "-"))
+def test_no_fault_of_the_network_loses_a_checkpoint(s3_campaign, point, kind):
+    """The same on S3, where each request may be cut, refused or answered in vain."""
+    outcome = s3_campaign.inflict(point, kind, restarts=False)
     assert outcome.is_well, outcome
 
 
@@ -66,15 +114,15 @@ def test_a4_the_newest_stays_the_newest_while_another_is_uploaded(campaign):
     seen = []
 
     def look_and_kill():
-        seen.append((campaign.judge_store(), campaign.cluster.newest_ack()))
-        KINDS[ALL](campaign.cluster)
+        seen.append((campaign.cluster.judge(campaign.expected), campaign.cluster.newest_ack()))
+        KINDS[ALL].strike(campaign.cluster)
 
     campaign.cluster.arm("half uploaded", look_and_kill)
     assert campaign.cluster.fired.wait(60)
     campaign._repair(ALL)
-    ((newest, is_wrong), acknowledged) = seen[0]
-    assert not is_wrong
-    assert newest == acknowledged == campaign._last_restore[0]
+    ((verdict, acknowledged),) = seen
+    assert verdict.problems == []
+    assert verdict.newest == acknowledged == campaign._restored[0]
 
 
 def test_a_killed_s3_server_loses_nothing(tmp_path):
@@ -91,3 +139,63 @@ def test_a_killed_s3_server_loses_nothing(tmp_path):
             cluster.close()
     finally:
         server.kill()
+
+
+class TestTheJudge:
+    """A judge that finds nothing proves nothing."""
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        folder = tmp_path / "cluster"
+        folder.mkdir()
+        cluster = ChaosCluster(str(tmp_path / "run"), None, folder, keep_last=3)
+        try:
+            campaign = Campaign(cluster)
+            cluster.wait_for_ack(2)
+            cluster.end_group()
+            yield campaign
+        finally:
+            cluster.close()
+
+    def newest(self, campaign):
+        step = campaign.cluster.newest_ack()
+        (folder,) = campaign.cluster.checkpoint_folders(step)
+        return step, folder
+
+    def test_a_whole_store_is_well(self, run):
+        """No problem, and the newest is what was acknowledged last, or later."""
+        verdict = run.cluster.judge(run.expected)
+        assert verdict.problems == []
+        assert verdict.newest >= run.cluster.newest_ack()
+
+    def test_a_missing_shard_is_found(self, run):
+        """A manifest without all that it names."""
+        step, folder = self.newest(run)
+        next(folder.glob("shard-00001*.safetensors")).unlink()
+        verdict = run.cluster.judge(run.expected)
+        assert any("incomplete" in problem for problem in verdict.problems)
+        assert verdict.newest != step
+
+    def test_a_flipped_bit_is_found(self, run):
+        """One bit of one parameter."""
+        _, folder = self.newest(run)
+        shard = next(folder.glob("shard-00000*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[4200] ^= 1
+        shard.write_bytes(data)
+        assert run.cluster.judge(run.expected).problems
+
+    def test_a_step_under_another_steps_name_is_found(self, run):
+        """All sums are right, and the state is that of another step."""
+        step, folder = self.newest(run)
+        manifest = folder / "manifest.json"
+        manifest.write_text(manifest.read_text().replace(f'"step": {step}', f'"step": {step + 6}'))
+        assert any("not what it was" in problem for problem in run.cluster.judge(run.expected).problems)
+
+    def test_a_deleted_manifest_is_a_lost_checkpoint(self, run):
+        """What was acknowledged is not there any more."""
+        while run.cluster.judge(run.expected).newest >= run.cluster.newest_ack():
+            max(run.cluster.checkpoint_folders(None)).joinpath("manifest.json").unlink()
+        run._problems = []
+        run._judge()
+        assert "was acknowledged" in run._problems[0]

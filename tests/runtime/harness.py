@@ -51,9 +51,10 @@ def _agent_main(node, address, url, options, listener_address, limits) -> None:
     from raycheck.runtime.agent import Agent
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    delivery_end, order_end = Client(listener_address), Client(listener_address)
-    delivery_end.send(("deliveries", node))
+    # Orders first: the answer to a delivery must find a way back.
+    order_end, delivery_end = Client(listener_address), Client(listener_address)
     order_end.send(("orders", node))
+    delivery_end.send(("deliveries", node))
     lock = threading.Lock()
 
     def deliver(delivery: messages.Delivery) -> None:
