@@ -9,9 +9,10 @@ Each fault runs inside the very call or message that its point names. After it
 the run must commit again, a judge that shares no code with the restore reads
 every checkpoint, and a worker group restores.
 
-Results go to a file of JSON lines, and `docs/reliability.md` is made from it.
-The command goes on where it was stopped: only what is missing from the file is
-done. Several may run at a time, each with a ``--seed`` and ``--log`` of its own.
+Results go to a file of JSON lines, and `docs/reliability.md` is made from it
+(``--document``). The command goes on where it was stopped: only what is missing
+from the file is done. Several may run at a time, each with a ``--seed`` and
+``--log`` of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the fault under way")
     parser.add_argument("--parallel", type=int, default=2, help="runs without Ray at a time")
     parser.add_argument("--seed", type=int, default=0, help="another for each process of several")
-    parser.add_argument("--log", type=Path, default=ROOT / "faults.jsonl", help="one JSON line per fault")
+    parser.add_argument("--log", type=Path, default=ROOT / "build" / "faults.jsonl", help="a JSON line each")
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="further logs for the document")
     parser.add_argument("--document", type=Path, help="write it; nothing is done if the logs have it all")
     options = parser.parse_args()
@@ -191,6 +192,7 @@ def run_one(
 
 def write(log: Path, facts: dict[str, object]) -> None:
     """Append what a fault did, with the commit of the code that stood it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         file.write(json.dumps({**facts, "commit": commit()}) + "\n")
 

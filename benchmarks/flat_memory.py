@@ -70,9 +70,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="raycheck-memory-") as name:
         folder = Path(name)
-        cluster = LocalCluster(
-            str(folder / "run"), interval_steps=1_000_000, keep_last=1, telemetry=False
-        )
+        cluster = LocalCluster(str(folder / "run"), interval_steps=1_000_000, keep_last=1, telemetry=False)
         try:
             sys.exit(run(cluster, folder, given.checkpoints, given.mb * 1_000_000))
         finally:
@@ -123,7 +121,9 @@ def report(
     print("|---|" + "---|" * len(seen))
     is_flat = True
     for kind in seen[first]:
-        cells = [f"{seen[n][kind][0] / 1e6:.0f}, {seen[n][kind][1]}, {seen[n][kind][2]}" for n in sorted(seen)]
+        cells = [
+            f"{seen[n][kind][0] / 1e6:.0f}, {seen[n][kind][1]}, {seen[n][kind][2]}" for n in sorted(seen)
+        ]
         print(f"| {kind} | " + " | ".join(cells) + " |")
         before, after = seen[first][kind], seen[last][kind]
         is_flat &= after[0] - before[0] < ALLOWED_GROWTH_BYTES

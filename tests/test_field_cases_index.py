@@ -411,8 +411,21 @@ PARTLY_OPEN = {
 """Of a proven case, what is left to other tests or to features that are not there."""
 
 KINDS_OF_CASES = {
-    "A": 6, "B": 5, "C": 5, "D": 5, "E": 8, "F": 6, "G": 6, "H": 5, "I": 6,
-    "J": 3, "K": 2, "M": 3, "N": 2, "O": 5, "P": 2,
+    "A": 6,
+    "B": 5,
+    "C": 5,
+    "D": 5,
+    "E": 8,
+    "F": 6,
+    "G": 6,
+    "H": 5,
+    "I": 6,
+    "J": 3,
+    "K": 2,
+    "M": 3,
+    "N": 2,
+    "O": 5,
+    "P": 2,
 }
 
 

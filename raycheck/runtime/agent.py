@@ -265,9 +265,11 @@ class Agent:
             raise
         with self._lock:
             former = self._workers.get(worker.rank)
-            self._workers[worker.rank] = worker
-            if former is not None:
-                self._succeed(former, worker)
+            # One of a group that is over does not take the place of its successor.
+            if former is None or worker.generation >= former.generation:
+                self._workers[worker.rank] = worker
+                if former is not None:
+                    self._succeed(former, worker)
         self._introduce(worker)
         return worker
 
@@ -276,12 +278,16 @@ class Agent:
         if worker.generation == former.generation:
             # The same process over a new connection: what it has staged goes on.
             worker.upload, former.upload = former.upload, None
-        elif worker.generation > former.generation and former.upload is not None:
+        else:
             # A new group starts only once the attempts of the last one are committed or given up.
-            if not former.upload.is_durable:
-                former.upload.cancelled.set()
-            former.upload = None
+            self._give_up(former)
         self._release(former)
+
+    def _give_up(self, worker: _Worker) -> None:
+        """End the upload of a worker that no order reaches; what is durable is left as it is."""
+        job, worker.upload = worker.upload, None
+        if job is not None and not job.is_durable:
+            job.cancelled.set()
 
     def _introduce(self, worker: _Worker) -> None:
         here = messages.RankHere(
@@ -302,6 +308,9 @@ class Agent:
     def _lose(self, worker: _Worker) -> None:
         worker.is_connected = False
         self._tell(worker, protocol.Lost(worker.rank))
+        with self._lock:
+            if self._workers.get(worker.rank) is not worker:
+                self._give_up(worker)
         self._release(worker)
 
     def _release(self, worker: _Worker) -> None:

@@ -168,7 +168,7 @@ def test_k1_positions_of_two_ranks_restore_on_four_and_on_one(kind):
 def test_hundreds_of_chains_of_stops_and_resizes_on_every_kind_of_loader():
     """Each item counted in each epoch, and the audit of the accounts finds the same."""
     draw = random.Random(11)
-    for chain in range(300):
+    for chain in range(200):
         kind = draw.choice(KINDS)
         length = draw.choice([1, 2, 3, 7, 13, 31, 64, 97])
         used: dict[int, list[int]] = {}

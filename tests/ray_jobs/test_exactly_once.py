@@ -37,7 +37,7 @@ def test_two_then_one_then_two_workers_with_kills_in_between(connected, tmp_path
         is_last = number == 2
         config = {} if is_last else {"save_at": [5 * number + 5], "pause_at": 5 * number + 7, "dies": True}
         trainer = jobs.trainer(
-            tmp_path, train_loop=train, num_workers=num_workers, max_failures=0, kind="prepared", num_workers_=1,
+            tmp_path, train_loop=train, num_workers=num_workers, max_failures=0, kind="prepared",
             **config,
         )  # fmt: skip
         if is_last:

@@ -121,6 +121,7 @@ class ChaosCluster(LocalCluster):
         direct_options: Of the store, past the proxy; the judge's.
         width: Of the model.
         step_s: How long a step takes besides its arithmetic.
+        environment: Variables of the agents, besides those of the fork server.
         **settings: Of raycheck, besides the usual.
     """
 
@@ -136,6 +137,7 @@ class ChaosCluster(LocalCluster):
         direct_options: Any = None,
         width: int = NARROW,
         step_s: float | None = None,
+        environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self.server = server
@@ -143,6 +145,7 @@ class ChaosCluster(LocalCluster):
         self.trouble: network.Trouble | None = None
         self.direct_options = direct_options or options
         self.width = width
+        self._environment = environment or {}
         self._step_s = step_s or (0.05 if width >= WIDE else 0.01)
         self.acks: list[tuple[int, int]] = []
         self.failures: list[str] = []
@@ -179,7 +182,10 @@ class ChaosCluster(LocalCluster):
         limits = Limits(bytes_per_s=self.settings.upload_bytes_per_s)
         agent = processes.Process(
             target=_agent_main,
-            args=(node, self.addresses[node], self.url, self.options, self._listener.address, limits),
+            args=(
+                self._environment,
+                (node, self.addresses[node], self.url, self.options, self._listener.address, limits),
+            ),
             daemon=True,
         )
         agent.start()
@@ -320,12 +326,14 @@ def make_identity(name: str, actions: list[str]) -> dict[str, Any]:
     return {"name": name, "credentials": credentials, "actions": actions}
 
 
-def _agent_main(node: str, address: str, url: str, options: Any, listener: Any, limits: Limits) -> None:
-    """Run the harness's agent with small parts, in a process of its own."""
+def _agent_main(environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    """Run the harness's agent in a process of its own; on S3 with parts of 5 MiB."""
+    os.environ.update(environment)
+    _, _, url, *_ = arguments
     if url.startswith("s3://"):
         parts = FaultyConnect(CutParts(PartLimits(default_part_bytes=_PART_BYTES)))
         harness.Store = functools.partial(Store, connect=parts)  # type: ignore[misc,assignment]
-    harness._agent_main(node, address, url, options, listener, limits)
+    harness._agent_main(*arguments)
 
 
 class RestartableServer:

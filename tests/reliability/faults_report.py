@@ -58,9 +58,10 @@ bit for bit, with the same training run beside it without raycheck. Then a worke
 
     python benchmarks/faults.py --faults 1900 --ray-faults 100 --document docs/reliability.md
 
-It goes on where it was stopped (`--seconds`, or Ctrl-C): each fault is a line of `faults.jsonl`. Several may run at a
-time, each with a `--seed` and a `--log`; `--also` names the logs of the others for the document. It ends with an error
-if anything was lost, wrong, or did not happen. {times} The ordinary test-suite has a few dozen of these faults
+It goes on where it was stopped (`--seconds`, or Ctrl-C): each fault is a line of the log, `build/faults.jsonl` if none is
+named. `--parallel` runs several trials at a time; several commands may run as well, each with a `--seed` and a `--log`,
+and `--also` names the logs of the others for the document. It ends with an error if anything was lost, wrong, or did
+not happen. {times} The ordinary test-suite has a few dozen of these faults
 (`pytest tests/reliability`), and named tests for what each storage fault must come to.
 
 Not tried here: loss of a whole machine with its memory, disks that lie about what they have synced, more than one
@@ -190,7 +191,7 @@ def _result(outcomes: list[dict[str, Any]], void: list[dict[str, Any]]) -> str:
     commits = sorted({each["commit"] for each in outcomes})
     lines.append("")
     lines.append(
-        f"Code: {', '.join(commits)} (a + stands for the harness's own files, not committed yet). "
+        f"Code: {', '.join(commits)} (with a +: and files that were not committed yet). "
         "One machine with 2 CPU cores, shared with other work."
     )
     return "\n".join(lines)

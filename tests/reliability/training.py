@@ -111,7 +111,7 @@ class Pace:
         self._steps[self._rank] = step
         end_s = time.monotonic() + _PACE_S
         while min(self._steps) < step - 1 and time.monotonic() < end_s:
-            time.sleep(0.001)
+            time.sleep(0.01)
 
 
 def report(path: Path, **facts: Any) -> None:

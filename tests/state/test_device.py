@@ -215,7 +215,9 @@ def test_a_fingerprint_sees_values_and_places(num_bytes):
 def test_snapshots_of_gpu_training_are_what_was_there(options):
     """Launched ahead of the device, for many steps, each compared with a clone made at its boundary."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     rank = Rank(copier=CudaCopier(), model=model, optimizer=optimizer)
     for step in range(12):
