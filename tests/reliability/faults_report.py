@@ -24,22 +24,22 @@ it. It is written by the command below from its own log; [protocol.md](protocol.
 
 ## How it is tried
 
-**Without Ray** ({num_plain} faults). Real coordinator, agent and worker processes ([tests/reliability/chaos.py]
-(../tests/reliability/chaos.py)) train a model of which every step follows from the one before, two ranks on two
-"nodes", a checkpoint every 6 steps at the earliest, two kept. A fault runs *inside* the message or storage call that
-its point names, so it cannot come too early or too late, and it is counted only if it was seen to happen. Storage is a
-local folder ({num_local} faults), or a SeaweedFS S3 server of the run's own ({num_s3}), in {num_parts} of these with
-shards of 6 MB that go up in parts. Before the server stands a proxy ([tests/reliability/proxy.py]
-(../tests/reliability/proxy.py)) that cuts, delays, refuses and loses what it is told to.
+**Without Ray** ({num_plain} faults). Real coordinator, agent and worker processes
+([chaos.py](../tests/reliability/chaos.py)) train a model of which every step follows from the one before: two ranks on
+two "nodes", a checkpoint every 6 steps at the earliest, two kept. A fault runs *inside* the message or storage call
+that its point names, so it cannot come too early or too late, and it has fired only if it was seen to happen. Storage
+is a local folder ({num_local} faults), or a SeaweedFS S3 server of the run's own ({num_s3}), in {num_parts} of these
+with shards of 6 MB that go up in parts. Before the server stands a [proxy](../tests/reliability/proxy.py) that cuts,
+delays, refuses and loses what it is told to.
 
-**In Ray Train jobs** ({num_ray} faults). A job with two workers on a head node of our own, storage in a local folder.
-SIGKILL comes when the store shows the moment; Ray restarts the workers inside one `fit()`, and a killed driver is
-submitted again with the same command.
+**In Ray Train jobs** ({num_ray} faults). A job with two workers on a head node of our own, storage in a local folder
+([ray_faults.py](../tests/reliability/ray_faults.py)). SIGKILL comes when the store shows the moment; Ray restarts the
+workers inside one `fit()`, and a killed driver is submitted again with the same command.
 
-**The judge** ([tests/reliability/judge.py](../tests/reliability/judge.py)) shares no code with the restore. After each
-fault, at once and again after the next commit, it follows the generations' records itself, reads every manifest in the
-store, checks that all it names is there with its sizes and sums, and compares all parameters and all optimizer state,
-bit for bit, with the same training run beside it without raycheck. Then a worker group restores, and says what it has.
+**The judge** ([judge.py](../tests/reliability/judge.py)) shares no code with the restore. After each fault, at once and
+again after the next commit, it follows the generations' records itself, reads every manifest in the store, checks that
+all it names is there with its sizes and sums, and compares all parameters and all optimizer state, bit for bit, with
+the same training run beside it without raycheck. Then a worker group restores, and says what it has.
 
 - *Lost*: the newest step that counts, or the one that a start restores, is older than the newest acknowledged one.
 - *Wrong*: a manifest exists for something incomplete or damaged, or some bit of what was stored or restored differs.
@@ -58,11 +58,13 @@ bit for bit, with the same training run beside it without raycheck. Then a worke
 
     python benchmarks/faults.py --faults 1900 --ray-faults 100 --document docs/reliability.md
 
-It goes on where it was stopped (`--seconds`, or Ctrl-C): each fault is a line of the log, `build/faults.jsonl` if none is
-named. `--parallel` runs several trials at a time; several commands may run as well, each with a `--seed` and a `--log`,
-and `--also` names the logs of the others for the document. It ends with an error if anything was lost, wrong, or did
-not happen. {times} The ordinary test-suite has a few dozen of these faults
-(`pytest tests/reliability`), and named tests for what each storage fault must come to.
+It goes on where it was stopped (`--seconds`, or Ctrl-C): each fault is a line of the log, `build/faults.jsonl` if none
+is named. `--parallel` runs several trials at a time; several commands may run as well, each with a `--seed` and a
+`--log`, and `--also` names the logs of the others for the document. It ends with an error if anything was lost, wrong,
+or did not happen. {times}
+
+The ordinary test-suite has a few dozen of these faults (`pytest tests/reliability`), and named tests for what each
+fault of a store must come to.
 
 Not tried here: loss of a whole machine with its memory, disks that lie about what they have synced, more than one
 writer (`tests/model/` does that, in a model), and GPUs. A store whose listings are stale breaks an assumption of the
