@@ -18,8 +18,8 @@ from raycheck.core.lineage import GenerationId
 from raycheck.errors import ConfigError
 from raycheck.runtime import actors, compat, worker
 from raycheck.runtime.agent import Limits
+from raycheck.runtime.filesystem import place_of
 from raycheck.runtime.session import WorkerContext
-from raycheck.store.arrow import place_of
 
 logger = logging.getLogger("raycheck")
 

@@ -8,7 +8,7 @@ import pytest
 
 import raycheck
 from raycheck.errors import ConfigError
-from raycheck.store.arrow import place_of
+from raycheck.runtime.filesystem import place_of
 from raycheck.store.objects import Store
 
 
