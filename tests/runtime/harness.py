@@ -31,7 +31,10 @@ from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "torch.distributed", "raycheck", "tests.runtime.harness"])
+# What a worker imports; each would spend seconds on it.
+processes.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "raycheck.runtime.compat", "tests.runtime.harness"]
+)
 
 DEADLINE_S = 60.0
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.state.rank import Rank
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.state.sharded_jobs"])
+_context.set_forkserver_preload(["torch._dynamo", "tests.state.sharded_jobs"])
 
 
 def on_ranks(job, num_ranks, folder, *args):
