@@ -116,7 +116,7 @@ class Codec:
             return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
         if kind is complex:
             return {_TAG: "complex", "v": repr(value)}
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        if isinstance(value, np.ndarray | np.generic) and _is_plain(value.dtype):
             array = np.ascontiguousarray(value)
             return {
                 _TAG: "ndarray" if isinstance(value, np.ndarray) else "npscalar",
@@ -215,6 +215,11 @@ def _check_spread(keys: Sequence[Any]) -> None:
     """Refuse many keys of one hash: numbers can be chosen so, and a table of them takes quadratic time."""
     if len(keys) > _MAX_SAME_HASH and max(collections.Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
         raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype's text says all of it: fields would lose their names."""
+    return not dtype.hasobject and dtype.names is None
 
 
 def _type_name(cls: type) -> str:

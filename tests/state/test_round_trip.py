@@ -342,3 +342,9 @@ def test_a_keyword_that_is_taken_is_refused():
     """The names that the checkpoint itself uses are not the user's."""
     with pytest.raises(StateError, match="rng"):
         StateTree({"rng": 1})
+
+
+def test_a_structured_array_is_refused_by_name():
+    """Its fields have names that the stored text would lose."""
+    with pytest.raises(StateError, match=r"extra\.table is a numpy\.ndarray"):
+        Rank(extra={"table": np.zeros(2, dtype=[("a", "i4"), ("b", "f8")])}).save()

@@ -605,7 +605,7 @@ class TestProbe:
         Store(place.url, place.options, connect=connect).list_keys("raycheck-probe")
         with pytest.raises(StorageError, match="consistent"):
             self.probe(place.url, place.options, connect=connect)
-        assert fault.num_fired == 1
+        assert fault.num_fired >= 1
         assert place.keys() == []
 
     def test_a_lost_reply(self, place):
