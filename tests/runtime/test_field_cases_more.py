@@ -187,7 +187,10 @@ def step_alone(config):
         time.sleep(0.01)  # a step
         ckpt.step()
         if config["rank"] == 0:
-            Path(config["progress"]).write_text(str(step))
+            # Whole at once: the test reads it at any moment.
+            fresh = Path(config["progress"]).with_suffix(".new")
+            fresh.write_text(str(step))
+            fresh.rename(config["progress"])
     return ckpt.current_step
 
 
@@ -208,7 +211,7 @@ def test_h1_a_rank_that_does_not_come_is_named_and_holds_nobody_up(tmp_path, clo
     with caplog.at_level("INFO", logger="raycheck"):
         wait_until(lambda: "rank 2" in caplog.text or "ranks 2" in caplog.text, "the missing rank's name")
     before = int(progress.read_text())
-    wait_until(lambda: int(progress.read_text() or 0) > before + 20, "rank 0 to go on")
+    wait_until(lambda: int(progress.read_text()) > before + 20, "rank 0 to go on")
     assert cluster.committed_steps() == committed, "no checkpoint lacks a rank"
     (tmp_path / "go").touch()
     wait_until(lambda: len(cluster.committed_steps()) > len(committed), "the next checkpoint")
