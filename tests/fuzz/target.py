@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import os
 import pickle
+import shutil
 import tempfile
 import types
 from collections.abc import Callable
@@ -42,7 +44,9 @@ class Target:
 @functools.cache
 def bomb_file() -> str:
     """Where a payload would leave a folder if it ran."""
-    return os.path.join(tempfile.mkdtemp(prefix="raycheck-fuzz-"), "executed")
+    folder = tempfile.mkdtemp(prefix="raycheck-fuzz-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return os.path.join(folder, "executed")
 
 
 class Bomb:
