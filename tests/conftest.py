@@ -30,6 +30,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("raycheck")
 
 _START_S = 30.0
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each process of ``pytest -n`` whole files, and all of Ray's tests to one: they share a head node."""
+    for item in items:
+        folder, name = item.path.parent.name, str(item.path)
+        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray_jobs" else name))
+    # The longest group first, so that the others fill the time beside it.
+    items.sort(key=lambda item: item.path.parent.name != "ray_jobs")
 _GRPC_OFFSET = 10_000  # each SeaweedFS service also listens this far above its port
 
 

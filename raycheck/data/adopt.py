@@ -30,8 +30,8 @@ from raycheck.errors import CheckpointMismatchError, ConfigError
 FORMAT = 1
 
 OURS = (
-    "use raycheck.DataLoader(dataset, batch_size, shuffle=...) without a sampler, or give the torch DataLoader "
-    "batch_sampler=raycheck.ElasticBatchSampler(dataset, batch_size, shuffle=...)"
+    "use raycheck.DataLoader, which takes shuffle=..., or a sampler or batch_sampler of yours; or give the torch "
+    "DataLoader batch_sampler=raycheck.ElasticBatchSampler(dataset, batch_size, shuffle=...)"
 )
 
 
@@ -56,8 +56,7 @@ class DataWatch:
     def place(self) -> str:
         """Return where this rank is, as a text that must be the same on all ranks."""
         return "; ".join(
-            f"{name}: epoch {position.epoch} after {position.cursor.consumed} items"
-            for name, position in self._positions.items()
+            f"{name}: {_position_of(position).place}" for name, position in self._positions.items()
         )
 
     def accounts(self) -> dict[str, Any]:

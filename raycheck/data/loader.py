@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,17 +11,12 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
-from raycheck.core.cursor import Cursor, Remainder, Rest, batch_seed, check_int, refuse
+from raycheck.core.cursor import Cursor, Order, Remainder, Rest, batch_seed, check_int, refuse
+from raycheck.data.given import GivenOrder, check_alone
 from raycheck.data.sampler import Counting, ElasticBatchSampler
 from raycheck.errors import ConfigError
 
 Item = TypeVar("Item", covariant=True)
-
-OWN_ORDER = (
-    "left out, since the loader orders the items itself, which is how it can go on at any of them. For an order "
-    "or choice of your own pass torch.utils.data.Subset(dataset, indices); for weighted draws, which have no "
-    "epoch, a plain torch DataLoader"
-)
 
 
 class DataLoader(torch.utils.data.DataLoader[Item]):
@@ -44,6 +39,15 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
     where no exact deal exists the last one is filled up with repeats, which are
     the last `num_padded` of `last_indices`.
 
+    **Order.** Shuffled by seed and epoch, or the data set's own; or that of a
+    ``sampler`` of yours, which is drawn whole when an epoch begins, the same on
+    every rank, and dealt like any other. A ``batch_sampler`` gives whole batches:
+    one goes to each rank in each step, and counts as one position; what it
+    leaves over is filled up with repeated batches, or dropped. Its orders must be
+    functions of the epoch: what it draws from the generators of Python, NumPy
+    and torch, or from a ``torch.Generator`` in its attribute ``generator``, is.
+    A restored position checks that it gives the same order again.
+
     **Randomness.** With worker processes the generators of Python, NumPy and
     torch (CPU) are seeded before each batch from seed, epoch and the position
     of the batch's first item: draws in the data set and ``collate_fn`` are the
@@ -63,14 +67,16 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
             fill a step. ``drop_last=True`` means "drop".
         global_batch_size: Items per step over all ranks, the same at any world
             size; in place of ``batch_size``.
+        sampler: Gives the indices of an epoch for all ranks, in place of ``shuffle``.
+        batch_sampler: Gives lists of them, in place of ``batch_size`` too.
         rank: Default: that of ``torch.distributed`` if initialised, else 0.
         world_size: Default likewise, else 1.
         **torch_options: Other arguments of torch's ``DataLoader``: workers,
             prefetch, pinned memory, ``collate_fn``, ``generator`` and so on.
 
     Raises:
-        ConfigError: If a value is wrong, or asks for what cannot resume: a
-            sampler, an iterable-style data set, ``in_order=False``.
+        ConfigError: If a value is wrong, or asks for what cannot resume: an
+            iterable-style data set, ``in_order=False``, a ``DistributedSampler``.
     """
 
     def __init__(
@@ -82,16 +88,25 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         seed: int = 0,
         remainder: Remainder = "exact",
         global_batch_size: int | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         **torch_options: Any,
     ) -> None:
         _check_dataset(dataset)
-        remainder = _take_options(torch_options, shuffle=shuffle, remainder=remainder)
-        position = _LoaderPosition(
-            dataset,  # type: ignore[arg-type]  # _check_dataset took its length
+        remainder = _take_options(torch_options, remainder=remainder)
+        shuffle = False if shuffle is None else shuffle
+        if batch_sampler is not None:
+            others = {"batch_size": (batch_size, 1), "global_batch_size": (global_batch_size, None)}
+            check_alone("batch_sampler", {**others, "shuffle": (shuffle, False), "sampler": (sampler, None)})
+        elif sampler is not None:
+            check_alone("sampler", {"shuffle": (shuffle, False)})
+        make = _LoaderPosition if batch_sampler is None and sampler is None else _GivenPosition
+        position = make(
+            _ordered(dataset, sampler=sampler, batch_sampler=batch_sampler, seed=seed),
             batch_size,
-            shuffle=False if shuffle is None else shuffle,
+            shuffle=shuffle,
             seed=seed,
             remainder=remainder,
             global_batch_size=global_batch_size,
@@ -276,6 +291,35 @@ class _LoaderPosition(ElasticBatchSampler):
         self.has_ended = False
 
 
+class _GivenPosition(_LoaderPosition):
+    """A position in orders that a sampler of the user's own gives; its "data set" is these orders."""
+
+    def __init__(self, given: GivenOrder, *args: Any, **options: Any) -> None:
+        self._given = given
+        super().__init__(given, *args, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and a digest of the order that it is in."""
+        return {**super().state_dict(), "order": self._given.draw(self.epoch).digest}
+
+    def _check_order(self, state: dict[str, Any], epoch: int) -> None:
+        self._given.check_drawn_alike(epoch, state.get("order"))
+
+    @property
+    def place(self) -> str:
+        """Where this rank is, and in which order."""
+        return f"{super().place} of order {self._given.draw(self.epoch).digest}"
+
+    def _items_of(self, positions: range) -> list[int]:
+        return self._given.draw(self.epoch).at(positions)
+
+    def _block(self, rest: Rest, order: Order, steps: range) -> Iterator[tuple[int, list[int]]]:
+        entries = self._given.draw(rest.cursor.epoch)
+        for step in steps:
+            positions = rest.positions(step, self.rank)
+            yield positions.start, entries.at(positions)
+
+
 class _SeededBatch:
     """A batch's indices on their way to a worker process, whose generators they seed.
 
@@ -320,13 +364,16 @@ def _refuse_dataset(dataset: Any, allowed: str) -> None:
     raise ConfigError(f"dataset of type {name}: must be {allowed}", field="dataset", value=name)
 
 
-def _take_options(options: dict[str, Any], *, shuffle: bool | None, remainder: Remainder) -> Remainder:
+def _ordered(dataset: Any, *, sampler: Any, batch_sampler: Any, seed: int) -> Any:
+    """Return what has the length that positions count: the orders of a sampler, or the data set."""
+    if sampler is None and batch_sampler is None:
+        return dataset
+    field, given = ("batch_sampler", batch_sampler) if sampler is None else ("sampler", sampler)
+    return GivenOrder(field, given, seed=seed, num_items=len(dataset))
+
+
+def _take_options(options: dict[str, Any], *, remainder: Remainder) -> Remainder:
     """Take out of torch's options those that are decided here; return the remainder rule."""
-    for name in ("sampler", "batch_sampler"):
-        value = options.pop(name, None)
-        if value is not None:
-            given = " (shuffle=True is given as well)" if shuffle else ""
-            refuse(name, value, OWN_ORDER + given)
     if not options.get("in_order", True):
         refuse(
             "in_order", False, "True: batches that overtake each other have no position that can be resumed"

@@ -30,7 +30,7 @@ from raycheck.core.cursor import (
     order_of,
     refuse,
 )
-from raycheck.errors import ConfigError
+from raycheck.errors import CheckpointMismatchError, ConfigError
 
 BLOCK_ITEMS = 2048
 """Items whose place in the order is computed at a time: enough to spread NumPy's cost per call."""
@@ -108,6 +108,11 @@ class DataPosition:
         return self._rest.after(self._num_consumed)
 
     @property
+    def place(self) -> str:
+        """Where this rank is, as a text that must be the same on all ranks."""
+        return f"epoch {self.epoch} after {self.cursor.consumed} items"
+
+    @property
     def dealing(self) -> Dealing:
         """How the epoch is cut into steps and dealt to the ranks."""
         return self._dealing
@@ -137,12 +142,14 @@ class DataPosition:
     @property
     def last_indices(self) -> list[int]:
         """Items of this rank's batch that was consumed last, as indices of the data set."""
-        return _items(self._order, [self.last_positions])
+        return self._items_of(self.last_positions)
 
     @property
     def num_padded(self) -> int:
         """How many of `last_indices` are repeats of items used before: its last ones."""
-        return count_repeats(self.last_positions, self._rest.cursor.length)
+        positions = self.last_positions
+        num_repeats = count_repeats(positions, self._rest.cursor.length)
+        return len(self._items_of(positions[len(positions) - num_repeats :]))
 
     def advance(self, num_batches: int = 1) -> None:
         """Count this rank's next batches as consumed. Call it once per training step, on every rank.
@@ -225,6 +232,17 @@ class DataPosition:
         """Raise what `load_state_dict` would, changing nothing."""
         saved, _ = decode_cursor(state)
         check_same_data(saved, self._rest.cursor)
+        self._check_order(state, saved.epoch)
+
+    def _check_order(self, state: dict[str, Any], epoch: int) -> None:
+        if state.get("order") is not None:
+            raise CheckpointMismatchError(
+                "the checkpoint was saved with a sampler or batch_sampler and the loader has none, so that its "
+                "position would mean other items. Pass the sampler that it was saved with",
+                field="sampler",
+                saved=state["order"],
+                given=None,
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, saved at any world size. The next iterator starts there.
@@ -288,11 +306,15 @@ class DataPosition:
                     self._num_produced += 1
                 yield batch
 
+    def _items_of(self, positions: range) -> list[int]:
+        """Return the items at some positions of the epoch's order."""
+        return _items(self._order, positions)
+
     def _block(self, rest: Rest, order: Order, steps: range) -> Iterable[tuple[int, list[int]]]:
         """Return the batches of some steps; of full steps, which are nearly all, at once."""
         if steps.stop > rest.num_full_steps:
             batches = [rest.positions(step, self.rank) for step in steps]
-            return [(batch.start, _items(order, [batch])) for batch in batches]
+            return [(batch.start, _items(order, batch)) for batch in batches]
         first = rest.positions(steps.start, self.rank)
         stride = rest.dealing.step_items
         starts = range(first.start, first.start + len(steps) * stride, stride)
@@ -390,12 +412,15 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _items(order: Order, batches: list[range]) -> list[int]:
-    if not batches or order.length == 0:
+def _items(order: Order, positions: range) -> list[int]:
+    if not positions:
         return []
-    positions = np.concatenate([np.arange(b.start, b.stop, b.step, dtype=np.uint64) for b in batches])
-    items: list[int] = items_at(order, positions).tolist()
+    items: list[int] = items_at(order, np.arange(*_bounds(positions), dtype=np.uint64)).tolist()
     return items
+
+
+def _bounds(positions: range) -> tuple[int, int, int]:
+    return positions.start, positions.stop, positions.step
 
 
 def items_at(order: Order, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -521,9 +521,10 @@ def generator_states():
 @pytest.mark.parametrize(
     ("field", "options", "what_to_do"),
     [
-        ("sampler", {"sampler": [2, 1, 0], "shuffle": True}, "shuffle=True"),
-        ("sampler", {"sampler": [2, 1, 0]}, "Subset"),
-        ("batch_sampler", {"batch_sampler": [[2, 1], [0]]}, "Subset"),
+        ("shuffle", {"sampler": [2, 1, 0], "shuffle": True}, "sampler is given"),
+        ("shuffle", {"batch_sampler": [[2, 1], [0]], "shuffle": True}, "batch_sampler is given"),
+        ("sampler", {"batch_sampler": [[2, 1], [0]], "sampler": [2, 1, 0]}, "batch_sampler is given"),
+        ("batch_size", {"batch_sampler": [[2, 1], [0]], "batch_size": 2}, "batch_sampler is given"),
         ("in_order", {"in_order": False, "num_workers": 1}, "must be True"),
         ("drop_last", {"drop_last": True, "remainder": "pad"}, "left out"),
         ("batch_size", {"batch_size": None}, "whole number"),

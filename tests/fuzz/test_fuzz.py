@@ -271,7 +271,11 @@ class TestTables:
         with pytest.raises(ValueError, match=r"table|utf|UTF"):
             list(iter_rows(damaged, schema, max_rows=9))
 
-    @pytest.mark.parametrize("damage", [b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", bomb()])
+    @pytest.mark.parametrize(
+        "damage",
+        [b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", bomb()],
+        ids=str.split("empty mark marks pickle"),
+    )
     def test_no_parquet_at_all(self, damage):
         """One error."""
         with pytest.raises(CorruptCheckpointError):
