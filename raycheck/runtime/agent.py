@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import mmap
 import os
 import queue
 import threading
@@ -22,15 +21,12 @@ from typing import Any
 
 from raycheck.core import layout, protocol
 from raycheck.core.lineage import CheckpointRef, GenerationId
-from raycheck.core.page import PAGE_BYTES, ControlPage, Plan
-from raycheck.core.plan import Read
-from raycheck.core.sums import ChunkSums
-from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from raycheck.core.page import PAGE_BYTES, Plan
+from raycheck.errors import StorageError
 from raycheck.runtime import messages, wire
-from raycheck.runtime.progress import Progress
-from raycheck.store.download import download
+from raycheck.runtime.connected import ConnectedWorker, Left, LeftSegments, Upload, parse_ref
+from raycheck.runtime.fetching import Fetching
 from raycheck.store.run import RunStore
-from raycheck.store.spans import Read as SourceRead
 from raycheck.store.transfer import TokenBucket, TransferCancelledError
 from raycheck.store.upload import upload
 
@@ -38,6 +34,9 @@ logger = logging.getLogger("raycheck")
 
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
+_KEEP_LEFT_S = 600.0
+"""How long the memory of a worker that is gone waits for its successor."""
+
 _CHUNK_BYTES = 1 << 20
 """What a checksum covers, and so the least that a read fetches: after a resize, ranks read parts of shards."""
 
@@ -48,61 +47,6 @@ class Limits:
 
     parallel_parts: int = 4
     bytes_per_s: float | None = None
-
-
-class _Upload:
-    """One shard on its way to storage."""
-
-    def __init__(self, plan: Plan, ref: CheckpointRef) -> None:
-        self.plan = plan
-        self.ref = ref
-        self.cancelled = threading.Event()
-        self.num_bytes_done = 0
-        self.keys: list[str] = []
-        self.is_durable = False
-        """Told to the coordinator, which may commit it: from then on it is not this agent's to delete."""
-
-    def add_progress(self, num_bytes: int) -> None:
-        """Count bytes sent; for people, so a lost update between threads does not matter."""
-        self.num_bytes_done += num_bytes
-
-
-class _Worker:
-    """One worker as its agent sees it: connection, descriptor, control page."""
-
-    def __init__(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> None:
-        self.connection = connection
-        self.fd = fd
-        self.rank: int = hello["rank"]
-        self.world_size: int = hello["world_size"]
-        self.generation = GenerationId(*hello["generation"])
-        self.has_joined: bool = hello["has_joined"]
-        self._page_map = mmap.mmap(fd, PAGE_BYTES)
-        self.page = ControlPage(memoryview(self._page_map))
-        self.table: messages.TableChanged | None = None
-        self.num_records_seen = 0
-        self.upload: _Upload | None = None
-        self.is_connected = True
-        self.offered: tuple[CheckpointRef | None] | None = None
-        """The newest offer; None: this agent has passed none on."""
-
-        self.reported: messages.RestoreReported | None = None
-        """How the newest offer went; None: not known yet."""
-
-        self.decided: tuple[CheckpointRef | None] | None = None
-        """What all ranks load; None: not known yet."""
-
-    def let_go(self) -> None:
-        """Give up page and descriptor; with them goes the last hold on the memory."""
-        self.page.release()
-        self._page_map.close()
-        os.close(self.fd)
-        self.fd = -1
-
-    def send(self, op: str, **fields: Any) -> None:
-        """Tell the worker something; one that is gone needs nothing."""
-        with contextlib.suppress(OSError):
-            self.connection.send(op, **fields)
 
 
 class Agent:
@@ -136,12 +80,22 @@ class Agent:
         # One bucket for all ranks: the limit is the node's.
         self._bucket = TokenBucket(self._limits.bytes_per_s) if self._limits.bytes_per_s else None
         self._lock = threading.RLock()
-        self._workers: dict[int, _Worker] = {}
-        self._offers_lock = threading.Lock()
-        self._offers: dict[CheckpointRef, tuple[layout.Manifest, list[Any]]] = {}
+        self._workers: dict[int, ConnectedWorker] = {}
+        self._left = LeftSegments(keep_s=_KEEP_LEFT_S)
+        self._handed_out: dict[int, Left] = {}
+        """Segments given to workers that have not said hello yet, by rank; their descriptors are not ours any more."""
+
         self._outbox: queue.Queue[tuple[GenerationId, messages.Message]] = queue.Queue()
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="raycheck-agent")
+        self._fetching = Fetching(
+            run_store=run_store,
+            lock=self._lock,
+            pool=self._pool,
+            tell=self._tell,
+            parallel=self._limits.parallel_parts,
+            closed=self._closed,
+        )
         self._listener = wire.listen(address)
         self._threads = [
             threading.Thread(target=target, name=f"raycheck-{target.__name__.strip('_')}", daemon=True)
@@ -160,6 +114,7 @@ class Agent:
             if worker.upload:
                 worker.upload.cancelled.set()
             worker.connection.close()
+        self._left.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def introduce(self) -> None:
@@ -184,12 +139,13 @@ class Agent:
                 case messages.OfferRestore(ranks, ref):
                     for worker in workers:
                         if worker.rank in ranks:
-                            self._take_offer(worker, ref)
+                            self._fetching.take_offer(worker, ref)
                 case messages.ProceedRestore(ref):
-                    self._offers.clear()
+                    self._fetching.forget_offers()
+                    self._left.clear()
                     for worker in workers:
                         worker.decided = (ref,)
-                        self._proceed_if_verified(worker)
+                        self._fetching.proceed_if_verified(worker)
                 case messages.RefuseRestore(message, is_mismatch):
                     for worker in workers:
                         worker.send("refuse", message=message, is_mismatch=is_mismatch)
@@ -239,6 +195,9 @@ class Agent:
         worker = None
         try:
             hello, fd = connection.receive()
+            if hello["op"] == "adopt":
+                self._hand_out(connection, wire.check_fields(hello))
+                return
             if fd is None:
                 raise ConnectionError("a hello without a descriptor")
             worker = self._register(connection, fd, hello)
@@ -255,16 +214,31 @@ class Agent:
             if worker is not None:
                 self._lose(worker)
 
-    def _register(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> _Worker:
+    def _hand_out(self, connection: wire.Connection, message: dict[str, Any]) -> None:
+        """Give a starting worker the segment of one that is gone, or hang up."""
+        left = self._left.take(rank=message["rank"], world_size=message["world_size"])
+        if left is None:
+            return
+        try:
+            connection.send("segment", fd=left.fd)
+            with self._lock:
+                self._handed_out[message["rank"]] = left
+        finally:
+            os.close(left.fd)
+
+    def _register(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> ConnectedWorker:
         try:
             if hello["op"] != "hello":
                 raise ValueError(f"{hello['op'][:100]!r} in the place of a hello")
-            worker = _Worker(connection, fd, wire.check_fields(hello))
+            worker = ConnectedWorker(connection, fd, wire.check_fields(hello))
         except (OSError, ValueError):
             os.close(fd)
             raise
         with self._lock:
             former = self._workers.get(worker.rank)
+            left = self._handed_out.pop(worker.rank, None)
+            if left is not None and not worker.has_joined:
+                worker.adopted = left.ref, left.rank
             # One of a group that is over does not take the place of its successor.
             if former is None or worker.generation >= former.generation:
                 self._workers[worker.rank] = worker
@@ -273,7 +247,7 @@ class Agent:
         self._introduce(worker)
         return worker
 
-    def _succeed(self, former: _Worker, worker: _Worker) -> None:
+    def _succeed(self, former: ConnectedWorker, worker: ConnectedWorker) -> None:
         """Let go of a rank's former connection, which no order reaches any more."""
         if worker.generation == former.generation:
             # The same process over a new connection: what it has staged goes on.
@@ -283,13 +257,13 @@ class Agent:
             self._give_up(former)
         self._release(former)
 
-    def _give_up(self, worker: _Worker) -> None:
+    def _give_up(self, worker: ConnectedWorker) -> None:
         """End the upload of a worker that no order reaches; what is durable is left as it is."""
         job, worker.upload = worker.upload, None
         if job is not None and not job.is_durable:
             job.cancelled.set()
 
-    def _introduce(self, worker: _Worker) -> None:
+    def _introduce(self, worker: ConnectedWorker) -> None:
         here = messages.RankHere(
             worker.rank,
             worker.world_size,
@@ -305,7 +279,7 @@ class Agent:
         else:
             self._tell(worker, messages.RestoreAsked(worker.rank))
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: ConnectedWorker) -> None:
         worker.is_connected = False
         self._tell(worker, protocol.Lost(worker.rank))
         with self._lock:
@@ -313,16 +287,19 @@ class Agent:
                 self._give_up(worker)
         self._release(worker)
 
-    def _release(self, worker: _Worker) -> None:
+    def _release(self, worker: ConnectedWorker) -> None:
         """Give up the descriptor of a worker that is gone, unless its snapshot is still being stored."""
         with self._lock:
             if worker.is_connected or worker.upload is not None or worker.fd < 0:
                 return
-            worker.let_go()
             if self._workers.get(worker.rank) is worker:
                 del self._workers[worker.rank]
+                if worker.stored is not None and not worker.has_closed and not self._closed.is_set():
+                    fd = os.dup(worker.fd)
+                    self._left.add(Left(fd, worker.rank, worker.world_size, worker.stored, time.monotonic()))
+            worker.let_go()
 
-    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _take(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         match message["op"]:
             case "joined":
                 worker.has_joined = True
@@ -341,23 +318,24 @@ class Agent:
                 asked = protocol.SaveAsked(worker.rank, message["step"], message["is_waiting"])
                 self._tell(worker, asked)
             case "read":
-                self._read(worker, message)
+                self._fetching.read(worker, message)
             case "report":
-                ref = _parse_ref(message["ref"])
-                self._report(
+                ref = parse_ref(message["ref"])
+                self._fetching.report(
                     worker,
                     messages.RestoreReported(worker.rank, ref, message["error"], message["is_mismatch"]),
                 )
             case "closed":
+                worker.has_closed = True
                 self._tell(worker, protocol.Closed(worker.rank, message["step"]))
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def _staged(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _staged(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         plan = Plan(*message["plan"])
         ref = CheckpointRef(plan.step, worker.generation, plan.id)
         worker.page.is_in_flight = True
-        job = _Upload(plan, ref)
+        job = Upload(plan, ref)
         with self._lock:
             # One that is still here belongs to an attempt whose end was never told.
             forgotten, worker.upload = worker.upload, job
@@ -378,7 +356,7 @@ class Agent:
 
     # Storage.
 
-    def _persist(self, worker: _Worker, job: _Upload, num_bytes: int) -> None:
+    def _persist(self, worker: ConnectedWorker, job: Upload, num_bytes: int) -> None:
         name = layout.shard_name(worker.rank, worker.world_size)
         prefix = layout.checkpoint_prefix(job.ref)
         started_s = time.monotonic()
@@ -411,6 +389,8 @@ class Agent:
         with self._lock:
             # Either the end of the attempt came first, or from here on others may count on this shard.
             job.is_durable = not job.cancelled.is_set()
+            if job.is_durable:
+                worker.stored = job.ref
         if not job.is_durable:
             self._delete(job)
             return
@@ -418,7 +398,7 @@ class Agent:
         persist_s = time.monotonic() - started_s
         self._tell(worker, protocol.Durable(job.plan.id, shard, persist_s, job.plan.step))
 
-    def _end_attempt(self, worker: _Worker, order: messages.AttemptEnded) -> None:
+    def _end_attempt(self, worker: ConnectedWorker, order: messages.AttemptEnded) -> None:
         job = worker.upload
         worker.page.is_in_flight = False
         if job is not None and job.plan.id == order.plan.id:
@@ -431,143 +411,21 @@ class Agent:
             self._release(worker)
         worker.send("ended", plan=list(order.plan), is_committed=order.is_committed, detail=order.detail)
 
-    def _delete(self, job: _Upload) -> None:
+    def _delete(self, job: Upload) -> None:
         """Delete what this attempt has stored and nobody was told of, so that nobody can have committed it."""
         with contextlib.suppress(StorageError):
             self._run_store.store.delete(list(job.keys))
 
-    def _take_offer(self, worker: _Worker, ref: CheckpointRef | None) -> None:
-        """Pass an offer on, unless it is the one that the worker has already."""
-        if worker.offered == (ref,):
-            # Repeated, since the coordinator has restarted: the bytes are not read twice.
-            if worker.reported is not None:
-                self._tell(worker, worker.reported)
-            return
-        worker.offered, worker.reported = (ref,), None
-        self._pool.submit(self._offer, worker, ref)
-
-    def _offer(self, worker: _Worker, ref: CheckpointRef | None) -> None:
-        fields: dict[str, Any] = {}
-        try:
-            if ref is not None:
-                manifest, rows = self._fetch_offer(ref)
-                fields = {"world_size": manifest.world_size, "rows": rows}
-        except CorruptCheckpointError as error:
-            self._report(worker, messages.RestoreReported(worker.rank, ref, str(error)))
-            return
-        except StorageError as error:
-            self._refuse(worker, ref, error)
-            return
-        with self._lock:
-            # Threads of the pool overtake each other: what was offered since must not be overwritten.
-            if worker.offered == (ref,):
-                worker.send("offer", ref=_ref_fields(ref), **fields)
-
-    def _report(self, worker: _Worker, report: messages.RestoreReported) -> None:
-        with self._lock:
-            if worker.offered == (report.ref,):
-                worker.reported = report
-                self._tell(worker, report)
-                self._proceed_if_verified(worker)
-
-    def _refuse(self, worker: _Worker, ref: CheckpointRef | None, error: StorageError) -> None:
-        """End a worker that cannot read its checkpoint, which may be whole all the same.
-
-        An older one in its place would leave the newer one behind for good.
-        """
-        step = ref.step if ref else 0
-        worker.send(
-            "refuse",
-            message=f"step {step} cannot be read at present, and an older step is not restored in its place; "
-            f"start again when the store answers, or choose one with resume=<step>: {error}",
-            is_mismatch=False,
-        )
-
-    def _proceed_if_verified(self, worker: _Worker) -> None:
-        """Let a worker load what all ranks load, once that is what it has verified last.
-
-        One that has been offered nothing by this agent has verified it with the agent before.
-        """
-        if worker.decided is None:
-            return
-        (ref,) = worker.decided
-        report = worker.reported
-        is_verified = report is not None and report.ref == ref and report.error is None
-        if worker.offered is None or is_verified:
-            worker.send("proceed", ref=_ref_fields(ref))
-
-    def _fetch_offer(self, ref: CheckpointRef) -> tuple[layout.Manifest, list[Any]]:
-        # One fetch per node, whoever comes first.
-        with self._offers_lock:
-            if ref not in self._offers:
-                manifest = self._run_store.read_manifest(ref)
-                rows = [entry.to_row() for entry in self._run_store.read_layout(manifest)]
-                self._offers[ref] = manifest, rows
-            return self._offers[ref]
-
-    def _read(self, worker: _Worker, message: dict[str, Any]) -> None:
-        """Read verified bytes into the worker's arena; runs in the worker's own thread here."""
-        ref = _parse_ref(message["ref"])
-        assert ref is not None
-        by_shard: dict[int, list[SourceRead]] = {}
-        wanted = [Read(*row) for row in message["reads"]]
-        for read in wanted:
-            by_shard.setdefault(read.rank, []).append(
-                SourceRead(read.source, read.num_bytes, PAGE_BYTES + read.destination)
-            )
-        progress = Progress(f"restoring step {ref.step}", sum(read.num_bytes for read in wanted))
-        try:
-            manifest, _ = self._fetch_offer(ref)
-            for rank, reads in sorted(by_shard.items()):
-                self._read_shard(worker, manifest, rank, reads, progress.add)
-        except CorruptCheckpointError as error:
-            worker.send("read_done", ref=message["ref"], error=str(error))
-            return
-        except StorageError as error:
-            self._refuse(worker, ref, error)
-            return
-        except TransferCancelledError:
-            # This agent is closing; the worker asks its successor.
-            return
-        worker.send("read_done", ref=message["ref"], error=None, num_bytes=progress.num_bytes)
-
-    def _read_shard(
-        self,
-        worker: _Worker,
-        manifest: layout.Manifest,
-        rank: int,
-        reads: list[SourceRead],
-        on_progress: Callable[[int], None],
-    ) -> None:
-        sums: ChunkSums = self._run_store.read_sums(manifest, rank)
-        key = f"{layout.checkpoint_prefix(manifest.ref)}/{manifest.shards[rank].name}"
-        try:
-            download(
-                self._run_store.store,
-                key,
-                reads,
-                worker.fd,
-                sums=sums,
-                parallel=self._limits.parallel_parts,
-                cancelled=self._closed,
-                on_progress=on_progress,
-            )
-        except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"step {manifest.ref.step} is incomplete: {key} does not exist",
-                step=manifest.ref.step,
-                key=key,
-            ) from error
-
     # The coordinator.
 
-    def _tell(self, worker: _Worker, message: messages.Message) -> None:
+    def _tell(self, worker: ConnectedWorker, message: messages.Message) -> None:
         self._outbox.put((worker.generation, message))
 
     def _pulse(self) -> None:
         """Pass on the workers' progress: often while they step, rarely while they do not."""
         last_step, last_told_s = -1, 0.0
         while not self._closed.wait(_PULSE_S):
+            self._left.drop(now_s=time.monotonic())
             with self._lock:
                 connected = [worker for worker in self._workers.values() if worker.is_connected]
                 # Also of those that restore: else nothing would tell a coordinator that has restarted of them.
@@ -579,7 +437,7 @@ class Agent:
                 last_step, last_told_s = step, now_s
                 self._tell_steps(min(workers, key=lambda worker: worker.rank), step)
 
-    def _tell_steps(self, worker: _Worker, step: int) -> None:
+    def _tell_steps(self, worker: ConnectedWorker, step: int) -> None:
         records = worker.page.records_since(worker.num_records_seen)
         if records:
             worker.num_records_seen = records[-1].number + 1
@@ -609,14 +467,3 @@ class Agent:
                 pause_s = min(2 * pause_s, 2.0)
             else:
                 return
-
-
-def _ref_fields(ref: CheckpointRef | None) -> list[Any] | None:
-    return None if ref is None else [ref.step, *ref.generation, ref.plan_id]
-
-
-def _parse_ref(fields: list[Any] | None) -> CheckpointRef | None:
-    if fields is None:
-        return None
-    step, number, id_, plan_id = fields
-    return CheckpointRef(step, GenerationId(number, id_), plan_id)

@@ -23,6 +23,23 @@ RECONNECTED = "reconnected"
 """An op that the link itself puts among the messages: a new agent has taken over."""
 
 
+def adopt_segment(*, address: str, generation: GenerationId, rank: int, world_size: int) -> Segment:
+    """Return a segment: that of a former worker, if this node's agent has one, else a new one.
+
+    What a former worker left is made already, and may hold what this one is to
+    restore. Blocks for the agent's answer, which takes it no work.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        connection = wire.connect(address)
+        try:
+            connection.send("adopt", generation=list(generation), rank=rank, world_size=world_size)
+            _, fd = connection.receive()
+            return Segment(fd=fd)
+        finally:
+            connection.close()
+    return Segment()
+
+
 class AgentLink:
     """Connects a worker to the agent of its node, and again when that has restarted.
 

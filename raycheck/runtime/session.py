@@ -24,12 +24,11 @@ from raycheck.errors import (
     SaveError,
     StateError,
 )
-from raycheck.runtime.link import RECONNECTED, AgentLink
+from raycheck.runtime.link import RECONNECTED, AgentLink, adopt_segment
 from raycheck.state.codec import Codec
 from raycheck.state.device import default_copier
 from raycheck.state.memory import read_node_memory, snapshot_budget_bytes
 from raycheck.state.restore import Restorer
-from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
 from raycheck.state.tree import StateTree
 
@@ -67,10 +66,13 @@ class Restored:
     """Time that the restore took."""
 
     source: str
-    """From where: "storage"."""
+    """From where this rank's part came: "storage"; "memory", what a former worker left on this node; or "both"."""
 
     num_bytes: int
-    """Bytes that this rank's node read for it: whole checksummed chunks, so a little more than it needs."""
+    """Bytes read from storage for this rank: whole checksummed chunks, so a little more than it needs."""
+
+    num_memory_bytes: int = 0
+    """Bytes that were in this node's memory already."""
 
 
 class Session:
@@ -92,14 +94,19 @@ class Session:
         self.step_number = 0
         self._context = context
         self._codec = Codec(context.settings.allow_pickle)
-        self._segment = Segment()
+        self._segment = adopt_segment(
+            address=context.address,
+            generation=context.generation,
+            rank=context.rank,
+            world_size=context.world_size,
+        )
         self._table: list[Any] | None = None
         self._seen_plan_id = 0
         self._metrics: Mapping[str, Any] = {}
         self._taken: dict[str, Any] = {}
         """What goes with the snapshot that was begun last: it is sent later, and training goes on meanwhile."""
 
-        self._num_bytes_read = 0
+        self._num_bytes_read = self._num_bytes_held = 0
         self._last_end_s = time.perf_counter()
         self._was_busy = False
         self._halt: RaycheckError | None = None
@@ -113,7 +120,7 @@ class Session:
             on_layout=self._send_table,
             # The agent begins to write before the update, not after it.
             on_settled=self._report_outcome,
-            budget_bytes=_budget_bytes(context),
+            budget_bytes=_budget_bytes(context, held_bytes=self._segment.arena_bytes),
             copier=default_copier(),
         )
         try:
@@ -155,19 +162,24 @@ class Session:
         if ref is None:
             return None
         seconds = time.perf_counter() - started_s
+        source = "both" if self._num_bytes_held and self._num_bytes_read else "storage"
+        if self._num_bytes_held and not self._num_bytes_read:
+            source = "memory"
         if self._context.rank == 0:
             logger.info(
-                "restored step %d of generation %d from storage in %.2f s",
+                "restored step %d of generation %d from %s in %.2f s",
                 ref.step,
                 ref.generation.number,
+                {"both": "memory and storage", "memory": "this node's memory"}.get(source, source),
                 seconds,
             )
         return Restored(
             step=ref.step,
             generation=ref.generation.number,
             seconds=seconds,
-            source="storage",
+            source=source,
             num_bytes=self._num_bytes_read,
+            num_memory_bytes=self._num_bytes_held,
         )
 
     def _agree(self) -> tuple[Restorer | None, CheckpointRef | None]:
@@ -181,6 +193,7 @@ class Session:
                 # A read of an earlier offer may end after the next offer has come.
                 case "read_done" if restorer is not None and message["ref"] == self._offered_fields:
                     self._num_bytes_read = message.get("num_bytes", 0)
+                    self._num_bytes_held = message.get("num_memory_bytes", 0)
                     self._check_read(restorer, message["error"])
                 case "proceed":
                     return restorer, self._offered
@@ -351,9 +364,12 @@ class Session:
             logger.warning("rank %d: the last checkpoint was not confirmed", self._context.rank)
 
     def abandon(self) -> None:
-        """Let go of everything at once."""
-        self._link.close()
+        """Let go of everything; waits for a copy that is under way.
+
+        The link goes last: once the agent sees its end, nothing writes to the segment any more.
+        """
         self._snapshotter.close()
+        self._link.close()
         self._segment.close()
 
     def _snapshot_here(self) -> None:
@@ -385,13 +401,19 @@ class Session:
             self._link.send("table", rows=self._table)
 
 
-def _budget_bytes(context: WorkerContext) -> int:
-    """Return what this rank's snapshot may take: its share of the node's limit or free memory."""
+def _budget_bytes(context: WorkerContext, *, held_bytes: int) -> int:
+    """Return what this rank's snapshot may take: its share of the node's limit or free memory.
+
+    What an adopted segment has already is not free any more.
+    """
     given_bytes = context.settings.node_memory_bytes
     if given_bytes is not None:
         return given_bytes // context.local_world_size
     return snapshot_budget_bytes(
-        read_node_memory(), num_ranks=context.local_world_size, reserved_fraction=0.5
+        read_node_memory(),
+        num_ranks=context.local_world_size,
+        reserved_fraction=0.5,
+        held_bytes=held_bytes,
     )
 
 

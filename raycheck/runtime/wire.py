@@ -203,6 +203,7 @@ def _or_none(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
+    "adopt": {"generation": _is_generation, "rank": _is_whole, "world_size": _is_whole},
     "hello": {
         "generation": _is_generation,
         "rank": _is_whole,
@@ -228,6 +229,7 @@ _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
 """What a worker says, and what each field must be; further fields are let pass."""
 
 _OPTIONAL_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
+    "adopt": {"generation": _is_generation, "rank": _is_whole, "world_size": _is_whole},
     "staged": {"place": _is_text, "accounts": lambda value: type(value) is dict},
 }
 

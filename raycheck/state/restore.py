@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from raycheck.state.snapshot import VALUES
 from raycheck.state.tree import SavedTensor, StateTree
 
 _BUCKET_BYTES = 32 << 20
+_MAX_GAP_BYTES = 64 << 10
+"""What lies between the parts of a bucket goes round with them: a rank's own values, which are small."""
 
 # Not by attribute of the module, some of which are imported when they are asked for; and
 # without quantized ones, which no snapshot takes and no tensor is made of by its type alone.
@@ -101,9 +103,15 @@ class Restorer:
             for name, spec in shared.items()
             if name in self._targets and name not in found.apart and self._local[name][1] is None
         ]
-        self._shares = [_place(chunks) for chunks in deal(dealt, self._num_readers)]
+        # Where the same ranks go on, each takes what its shard has, placed as in the shard: a
+        # former worker's arena may hold it already.
+        is_same = saved_world_size == world_size == self._num_readers
+        homes = _homes(entries, world_size) if is_same else {}
+        shares = _as_saved(dealt, homes) if is_same else deal(dealt, self._num_readers)
+        self._shares = [_place(chunks, homes.get(reader, {})) for reader, chunks in enumerate(shares)]
         mine = self._shares[self._reader]
-        self._own = _place_after(mine, self._boxes(shared, dealt) + self._own_chunks(own))
+        own_chunks = self._boxes(shared, dealt) + self._own_chunks(own)
+        self._own = _place(own_chunks, homes.get(rank, {}), behind=mine)
         self._wanted = [*mine, *self._own]
         self._entries = entries
 
@@ -255,16 +263,54 @@ def _placing(spec: TensorSpec) -> tuple[int, str]:
     return -spec.item_bytes, spec.name
 
 
-def _place(chunks: Sequence[Chunk]) -> list[_Placed]:
-    image = shard_image(chunks, rank=0)
-    base = len(image.header)
-    placed = [_Placed(c, e.begin - base) for c, e in zip(chunks, image.entries, strict=True)]
+def _homes(entries: Sequence[Entry], num_ranks: int) -> dict[int, dict[tuple[object, ...], Entry]]:
+    """Return, for each shard, its entries by what they are."""
+    homes: dict[int, dict[tuple[object, ...], Entry]] = {rank: {} for rank in range(num_ranks)}
+    for entry in entries:
+        homes.setdefault(entry.rank, {})[_identity(entry)] = entry
+    return homes
+
+
+def _as_saved(
+    specs: Sequence[TensorSpec], homes: Mapping[int, Mapping[tuple[object, ...], Entry]]
+) -> list[list[Chunk]]:
+    """Return for each rank the parts of some tensors that its shard has."""
+    by_name = {spec.name: spec for spec in specs}
+    missing_bytes = {spec.name: spec.num_bytes for spec in specs}
+    shares: list[list[Chunk]] = [[] for _ in homes]
+    for rank, home in sorted(homes.items()):
+        for entry in home.values():
+            spec = by_name.get(entry.name)
+            if spec is not None and entry.owner < 0:
+                missing_bytes[entry.name] -= entry.num_bytes
+                shares[rank].append(
+                    Chunk(spec.name, spec.dtype, spec.item_bytes, spec.shape, entry.offset, entry.shape)
+                )
+    for name, num_bytes in missing_bytes.items():
+        if num_bytes:
+            raise CorruptCheckpointError(f"the layout lacks bytes of {name!r}")
+    return shares
+
+
+def _identity(part: Chunk | Entry) -> tuple[object, ...]:
+    return part.name, part.owner, part.offset, part.shape
+
+
+def _place(
+    chunks: Sequence[Chunk], home: Mapping[tuple[object, ...], Entry], *, behind: Sequence[_Placed] = ()
+) -> list[_Placed]:
+    """Place each chunk where its shard has it; others one after the other, behind the shard and ``behind``."""
+    at_home = [c for c in chunks if _identity(c) in home and home[_identity(c)].begin % c.item_bytes == 0]
+    placed = [_Placed(c, home[_identity(c)].begin) for c in at_home]
+    end = max((entry.begin + entry.num_bytes for entry in home.values()), default=0)
+    end = max([end, *(p.begin + p.chunk.num_bytes for p in behind)])
+    end += -end % 16
+    placed_names = {_identity(c) for c in at_home}
+    others = [c for c in chunks if _identity(c) not in placed_names]
+    image = shard_image(others, rank=0)
+    base = len(image.header) - end
+    placed += [_Placed(c, e.begin - base) for c, e in zip(others, image.entries, strict=True)]
     return sorted(placed, key=lambda p: p.begin)
-
-
-def _place_after(taken: Sequence[_Placed], chunks: Sequence[Chunk]) -> list[_Placed]:
-    end = max((placed.begin + placed.chunk.num_bytes for placed in taken), default=0)
-    return [_Placed(p.chunk, p.begin + end + -end % 16) for p in _place(chunks)]
 
 
 def _common(chunk: Chunk, piece: Piece | None) -> list[tuple[int, int, int]]:
@@ -281,13 +327,14 @@ def _common(chunk: Chunk, piece: Piece | None) -> list[tuple[int, int, int]]:
 def _buckets(share: Sequence[_Placed]) -> Iterator[list[_Placed]]:
     """Yield neighbours that go round together: one exchange per bucket instead of per tensor."""
     bucket: list[_Placed] = []
-    num_bytes = 0
+    last_end = 0
     for placed in share:
-        if bucket and num_bytes + placed.chunk.num_bytes > _BUCKET_BYTES:
+        end = placed.begin + placed.chunk.num_bytes
+        if bucket and (end - bucket[0].begin > _BUCKET_BYTES or placed.begin - last_end > _MAX_GAP_BYTES):
             yield bucket
-            bucket, num_bytes = [], 0
+            bucket = []
         bucket.append(placed)
-        num_bytes += placed.chunk.num_bytes
+        last_end = end
     if bucket:
         yield bucket
 

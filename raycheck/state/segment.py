@@ -8,6 +8,7 @@ last descriptor, however the processes end.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 
@@ -27,21 +28,28 @@ class Segment:
 
     Args:
         budget_bytes: The most that the arena may take; None: as much as it needs.
+        fd: Of the segment of a worker that is gone, to go on with: its memory is
+            made already, and its arena keeps what is in it. Closed by `close`.
     """
 
     arena_offset = PAGE_BYTES
 
-    def __init__(self, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, *, budget_bytes: int | None = None, fd: int | None = None) -> None:
         self.budget_bytes = budget_bytes
-        self.fd = os.memfd_create("raycheck", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, PAGE_BYTES)
+        self.fd = _make_file() if fd is None else fd
         self._page_map = self._map(PAGE_BYTES, offset=0)
+        # The plan and the steps of a former worker are not this one's.
+        self._page_map[:] = bytes(PAGE_BYTES)
         self.page = ControlPage(memoryview(self._page_map))
         self._arena_map: mmap.mmap | None = None
         self.arena_bytes = 0
         self._is_touched = False
         self.address = 0
         """Where the arena begins in this process."""
+
+        num_bytes = os.fstat(self.fd).st_size - PAGE_BYTES
+        if num_bytes > 0:
+            self._map_arena(num_bytes)
 
     def check(self, num_bytes: int) -> None:
         """Say whether an arena of this size is allowed.
@@ -69,6 +77,9 @@ class Segment:
             return
         self.check(num_bytes)
         os.ftruncate(self.fd, PAGE_BYTES + num_bytes)
+        self._map_arena(num_bytes)
+
+    def _map_arena(self, num_bytes: int) -> None:
         # The old mapping goes when its last user does.
         self._arena_map = self._map(num_bytes, offset=PAGE_BYTES)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._arena_map))
@@ -110,3 +121,11 @@ class Segment:
         # An orphaned data-loader process must not keep the memory.
         mapping.madvise(mmap.MADV_DONTFORK)
         return mapping
+
+
+def _make_file() -> int:
+    fd = os.memfd_create("raycheck", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE_BYTES)
+    # The agent maps it, and reading what was cut off would end the agent with SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 
@@ -84,6 +85,37 @@ def download(
         buffer_bytes=max(window.length for window in windows),
         check=lambda: sleep(0),
     )
+
+
+def find_missing(reads: Iterable[Read], held: int, *, offset: int, sums: ChunkSums) -> list[Read]:
+    """Return the reads that a file lacks which may hold the object already.
+
+    Blocks while it reads, at the speed of memory. Checksums decide: the file
+    may hold something else, or half of it.
+
+    Args:
+        reads: As for `download`; cut to chunks in what is returned.
+        held: A file descriptor; its position is neither used nor moved.
+        offset: Where the object begins in it.
+        sums: Of the whole object.
+
+    Raises:
+        CorruptCheckpointError: If a read is outside of what ``sums`` say.
+    """
+    try:
+        windows = plan_windows(
+            reads, size_bytes=sums.size_bytes, chunk_bytes=sums.chunk_bytes, window_bytes=sums.chunk_bytes
+        )
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error)) from error
+    buffer = memoryview(bytearray(max((window.length for window in windows), default=0)))
+    missing: list[Read] = []
+    for window in windows:
+        view = buffer[: window.length]
+        filled = os.preadv(held, [view], offset + window.offset)
+        if filled < window.length or _first_bad_chunk(window, view, sums) is not None:
+            missing += window.reads
+    return missing
 
 
 def _fetch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,14 @@ def digest_of(pieces: Iterable[bytes]) -> str:
 
 def wait_for(path: str) -> None:
     """Block until a file exists."""
+    wait_until(lambda: os.path.exists(path), f"nobody made {path}")
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str = "waited in vain") -> None:
+    """Block until a condition holds."""
     end_s = time.monotonic() + 60
-    while not os.path.exists(path):
-        assert time.monotonic() < end_s, f"nobody made {path}"
+    while not condition():
+        assert time.monotonic() < end_s, otherwise
         time.sleep(0.005)
 
 
@@ -101,6 +106,8 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         "digest": digest(model),
         "lr": scheduler.get_last_lr()[0],
         "restored": ckpt.restored.step if ckpt.restored else None,
+        "source": ckpt.restored.source if ckpt.restored else None,
+        "num_bytes": ckpt.restored.num_bytes if ckpt.restored else None,
         "blocked": blocked,
     }
 
