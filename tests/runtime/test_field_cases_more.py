@@ -6,8 +6,10 @@ import datetime
 import errno
 import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -338,6 +340,7 @@ def test_a6_a_step_that_is_committed_may_be_saved_again(tmp_path, close):
 
 _SCRATCH = """
 import sys
+import tempfile
 from tests.runtime import jobs
 from tests.runtime.harness import LocalCluster, wait_until
 from pathlib import Path
@@ -358,8 +361,8 @@ if __name__ == "__main__":
 
 def test_n2_nothing_piles_up_outside_the_store(tmp_path):
     """Saves, restores and SIGKILLs leave nothing in the folder for temporary files, nor in /dev/shm."""
-    scratch, script = tmp_path / "scratch", tmp_path / "runs.py"
-    scratch.mkdir()
+    # Of its own: below pytest's folder a socket's path may become too long.
+    scratch, script = Path(tempfile.mkdtemp(prefix="rn2-")), tmp_path / "runs.py"
     script.write_text(textwrap.dedent(_SCRATCH))
     root = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
@@ -375,5 +378,7 @@ def test_n2_nothing_piles_up_outside_the_store(tmp_path):
     assert done.stdout.strip() == "done", done.stderr[-3000:]
     # Python's own for processes, and torch's for its compiler.
     others = ("pymp-", "torch")
-    assert [entry.name for entry in scratch.iterdir() if not entry.name.startswith(others)] == []
+    left = [entry.name for entry in scratch.iterdir() if not entry.name.startswith(others)]
+    shutil.rmtree(scratch)
+    assert left == []
     assert [name for name in os.listdir("/dev/shm") if "raycheck" in name] == []
