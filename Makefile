@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The CPU build. An unpinned torch takes a CUDA build of several GB.
 TORCH ?= torch==2.13.0
+# Processes that run tests. One of them has all that need Ray.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -23,7 +25,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
 
 clean:
 	rm -rf $(VENV) raycheck-demo
