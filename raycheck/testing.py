@@ -349,9 +349,9 @@ class FaultyBackend:
         upload = self.around("begin", key, lambda: self.inner.begin_upload(key, size_bytes))
         return _FaultyUpload(self, upload, key, size_bytes)
 
-    def get(self, key: str) -> bytes:
-        """Return a whole object."""
-        return self.around("read", key, lambda: self.inner.get(key))
+    def get(self, key: str, most_bytes: int) -> bytes:
+        """Return an object, or its first bytes."""
+        return self.around("read", key, lambda: self.inner.get(key, most_bytes))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer``."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycheck.core.layout import TELEMETRY
-from raycheck.errors import StorageError
+from raycheck.errors import CorruptCheckpointError, StorageError
 from raycheck.store.objects import Store
 from raycheck.store.tables import iter_rows
 
@@ -95,7 +95,7 @@ def read_events(store: Store) -> list[dict[str, Any]]:
     for info in store.list_keys(TELEMETRY):
         try:
             events += parse_events(store.get(info.key))
-        except ValueError as error:
+        except (ValueError, CorruptCheckpointError) as error:
             logger.warning("%s is damaged and left out: %s", info.key, error)
     return sorted(events, key=lambda event: float(event["unix_s"]))
 

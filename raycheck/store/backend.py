@@ -78,8 +78,8 @@ class Backend(Protocol):
     def begin_upload(self, key: str, size_bytes: int) -> PartUpload:
         """Start an object that is written in parts."""
 
-    def get(self, key: str) -> bytes:
-        """Return a whole object."""
+    def get(self, key: str, most_bytes: int) -> bytes:
+        """Return an object, or its first bytes if it has more than ``most_bytes``."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset`` on; return fewer bytes only at the end of the object."""

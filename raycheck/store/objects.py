@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from raycheck.core.sums import MAX_OBJECT_BYTES
-from raycheck.errors import StorageError
+from raycheck.errors import CorruptCheckpointError, StorageError
 from raycheck.store.backend import Backend, ObjectInfo
 from raycheck.store.checksum import checksum
 from raycheck.store.failures import judge, to_storage_error
@@ -31,6 +31,10 @@ PROBE_BUDGET_S = 8.0
 PROBE_FOLDER = "raycheck-probe"
 
 _FOLDER_CHECKS = 8
+
+
+MAX_WHOLE_BYTES = 1 << 30
+"""More than any layout, manifest or record has; a reader's memory must not depend on what lies in the store."""
 
 
 def connect(location: Location, options: Mapping[str, Any]) -> Backend:
@@ -111,14 +115,21 @@ class Store:
         self.run("write", key, lambda backend: backend.put(key, data, crc32c))
 
     def get(self, key: str) -> bytes:
-        """Return a whole object.
+        """Return a whole object, at most `MAX_WHOLE_BYTES` of it.
 
         Raises:
             ObjectNotFoundError: If it is not there.
+            CorruptCheckpointError: If it is larger: nothing that raycheck reads whole is.
             StorageError: If it could not be read.
         """
         check_key(key)
-        return self.run("read", key, lambda backend: backend.get(key))
+        data = self.run("read", key, lambda backend: backend.get(key, MAX_WHOLE_BYTES + 1))
+        if len(data) > MAX_WHOLE_BYTES:
+            raise CorruptCheckpointError(
+                f"{self.url}/{key} has more than {MAX_WHOLE_BYTES} bytes and was not written by raycheck",
+                key=key,
+            )
+        return data
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Return ``length`` bytes from ``offset`` on, fewer if the object ends before.

@@ -76,10 +76,15 @@ class S3Backend:
         """Start an object that is written in parts."""
         return S3Upload(self, self.full_key(key))
 
-    def get(self, key: str) -> bytes:
-        """Return a whole object."""
-        with contextlib.closing(self.call("get_object", Key=self.full_key(key))["Body"]) as body:
-            data: bytes = body.read()
+    def get(self, key: str, most_bytes: int) -> bytes:
+        """Return an object, or its first bytes."""
+        answer = self.call("get_object", Key=self.full_key(key))
+        with contextlib.closing(answer["Body"]) as body:
+            if answer["ContentLength"] <= most_bytes:
+                # To its end, where the length is checked.
+                data: bytes = body.read()
+            else:
+                data = body.read(most_bytes)
             return data
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:

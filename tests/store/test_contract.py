@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from raycheck.errors import ObjectNotFoundError
+from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError
+from raycheck.store import objects
 from raycheck.store.checksum import sums_of
 from raycheck.store.download import download
 from raycheck.store.objects import Store
@@ -43,6 +44,16 @@ class TestStoreContract:
         assert store.get_range("a", 8, 5) == b"89"
         assert store.get_range("a", 12, 5) == b""
         assert store.get_range("a", 3, 0) == b""
+
+    def test_an_object_that_is_too_large_is_not_read_whole(self, place, store, monkeypatch):
+        """Whoever put it there, a reader's memory has a bound; up to it, every byte is read."""
+        monkeypatch.setattr(objects, "MAX_WHOLE_BYTES", 1000)
+        place.write("a", bytes(1000))
+        assert len(store.get("a")) == 1000
+        place.write("a", bytes(1001))
+        with pytest.raises(CorruptCheckpointError, match="more than 1000 bytes") as caught:
+            store.get("a")
+        assert caught.value.key == "a"
 
     def test_size_is_looked_up_fresh(self, place, store):
         """A size changes with the object."""
