@@ -21,6 +21,7 @@ from typing import Any
 
 from raycheck.core import layout, protocol
 from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.notice import Notice
 from raycheck.core.page import PAGE_BYTES, Plan
 from raycheck.errors import StorageError
 from raycheck.runtime import messages, wire
@@ -158,10 +159,23 @@ class Agent:
                 case messages.FinishTraining(detail):
                     for worker in workers:
                         worker.send("finish", detail=detail)
+                case messages.HoldTraining(step, seconds):
+                    for worker in workers:
+                        worker.send("hold", step=step, seconds=seconds)
+                case messages.ReleaseTraining():
+                    for worker in workers:
+                        worker.send("release")
                 case messages.HaltTraining(reason, is_fenced):
                     for worker in workers:
                         worker.send("halt", reason=reason, is_fenced=is_fenced)
                         worker.page.must_halt = True
+
+    def hear(self, notice: Notice) -> None:
+        """Pass on what is announced for this node, in the name of one of its workers. Returns at once."""
+        with self._lock:
+            worker = next((worker for worker in self._workers.values() if worker.is_connected), None)
+        if worker is not None:
+            self._tell(worker, messages.NoticeHeard(notice))
 
     def status(self) -> dict[str, Any]:
         """Return what is in flight here, as plain values."""
@@ -308,6 +322,8 @@ class Agent:
                 rows = tuple(tuple(row) for row in message["rows"])
                 worker.table = messages.TableChanged(worker.rank, rows)
                 self._tell(worker, worker.table)
+            case "copied":
+                self._begin_upload(worker, Plan(*message["plan"]), message["num_bytes"])
             case "staged":
                 self._staged(worker, message)
             case "missed":
@@ -325,6 +341,9 @@ class Agent:
                     worker,
                     messages.RestoreReported(worker.rank, ref, message["error"], message["is_mismatch"]),
                 )
+            case "notice":
+                left_s = float(message["seconds_left"])
+                self._tell(worker, messages.NoticeHeard(Notice(message["source"], left_s, message["detail"])))
             case "closed":
                 worker.has_closed = True
                 self._tell(worker, protocol.Closed(worker.rank, message["step"]))
@@ -333,14 +352,7 @@ class Agent:
 
     def _staged(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         plan = Plan(*message["plan"])
-        ref = CheckpointRef(plan.step, worker.generation, plan.id)
-        worker.page.is_in_flight = True
-        job = Upload(plan, ref)
-        with self._lock:
-            # One that is still here belongs to an attempt whose end was never told.
-            forgotten, worker.upload = worker.upload, job
-        if forgotten is not None:
-            forgotten.cancelled.set()
+        self._begin_upload(worker, plan, message["num_bytes"])
         accounts = message.get("accounts", {})
         self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"], accounts))
         staged = protocol.Staged(
@@ -352,7 +364,19 @@ class Agent:
             place=message.get("place", ""),
         )
         self._tell(worker, staged)
-        self._pool.submit(self._persist, worker, job, message["num_bytes"])
+
+    def _begin_upload(self, worker: ConnectedWorker, plan: Plan, num_bytes: int) -> None:
+        """Begin to store what the arena holds, unless this plan's is under way: it is told of twice."""
+        with self._lock:
+            forgotten = worker.upload
+            if plan == worker.ended or (forgotten is not None and forgotten.plan == plan):
+                return
+            job = worker.upload = Upload(plan, CheckpointRef(plan.step, worker.generation, plan.id))
+            worker.page.is_in_flight = True
+        if forgotten is not None:
+            # It belongs to an attempt whose end was never told.
+            forgotten.cancelled.set()
+        self._pool.submit(self._persist, worker, job, num_bytes)
 
     # Storage.
 
@@ -401,6 +425,7 @@ class Agent:
     def _end_attempt(self, worker: ConnectedWorker, order: messages.AttemptEnded) -> None:
         job = worker.upload
         worker.page.is_in_flight = False
+        worker.ended = order.plan
         if job is not None and job.plan.id == order.plan.id:
             with self._lock:
                 worker.upload = None

@@ -46,6 +46,9 @@ class ConnectedWorker:
         self.table: messages.TableChanged | None = None
         self.num_records_seen = 0
         self.upload: Upload | None = None
+        self.ended: Plan | None = None
+        """The plan whose attempt ended last: what is told of it late begins nothing."""
+
         self.is_connected = True
         self.has_closed = False
         """Its training function has ended well: nobody comes after it."""

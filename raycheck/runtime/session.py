@@ -110,6 +110,9 @@ class Session:
         self._last_end_s = time.perf_counter()
         self._was_busy = False
         self._halt: RaycheckError | None = None
+        self._hold: tuple[int, float] | None = None
+        """The step after which to stand still, and until when."""
+
         self._snapshotter = Snapshotter(
             tree,
             self._segment,
@@ -118,7 +121,8 @@ class Session:
             codec=self._codec,
             overlap=context.settings.overlap,
             on_layout=self._send_table,
-            # The agent begins to write before the update, not after it.
+            # The agent begins to write while the step goes on; the verdict before the update makes it count.
+            on_copied=self._report_copied,
             on_settled=self._report_outcome,
             budget_bytes=_budget_bytes(context, held_bytes=self._segment.arena_bytes),
             copier=default_copier(),
@@ -281,8 +285,22 @@ class Session:
         page.record_step(ended_s - self._last_end_s, stall_s, is_overlapped=is_busy or self._was_busy)
         self._was_busy = is_busy
         self._last_end_s = ended_s
+        if self._hold is not None and self.step_number >= self._hold[0]:
+            self._stand_still()
         if self._halt is not None:
             raise self._halt
+
+    def _stand_still(self) -> None:
+        """Wait to be stopped, with a snapshot taken or to come: each further step would be lost."""
+        while self._hold is not None and self._halt is None and time.monotonic() < self._hold[1]:
+            self._snapshot_here()
+            self._read_mail()
+        self._hold = None
+        self._last_end_s = time.perf_counter()
+
+    def tell_notice(self, source: str, seconds_left: float, detail: str) -> None:
+        """Pass on that this process will end. Not for the training thread: called from another."""
+        self._link.send("notice", source=source, seconds_left=seconds_left, detail=detail)
 
     def _follow(self, plan: Plan) -> None:
         if plan.step > self.step_number:
@@ -302,6 +320,9 @@ class Session:
         except (StateError, OSError) as error:
             logger.warning("rank %d: no snapshot at step %d: %s", self._context.rank, self.step_number, error)
             self._link.send("failed", plan_id=plan.id, reason=str(error))
+
+    def _report_copied(self, plan: Plan, num_bytes: int) -> None:
+        self._link.send("copied", plan=list(plan), num_bytes=num_bytes)
 
     def _report_outcome(self, outcome: Snapshot | Discarded | None) -> None:
         match outcome:
@@ -388,6 +409,10 @@ class Session:
         match message["op"]:
             case "keep_per_rank":
                 self._snapshotter.keep_per_rank()
+            case "hold":
+                self._hold = message["step"], time.monotonic() + message["seconds"]
+            case "release":
+                self._hold = None
             case "halt":
                 kind = FencedError if message["is_fenced"] else SaveError
                 self._halt = kind(message["reason"])

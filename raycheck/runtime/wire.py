@@ -212,6 +212,7 @@ _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     },
     "joined": {},
     "table": {"rows": _are_rows},
+    "copied": {"plan": _is_plan, "num_bytes": _is_whole},
     "staged": {
         "plan": _is_plan,
         "num_bytes": _is_whole,
@@ -224,6 +225,7 @@ _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "ask": {"step": _is_whole, "is_waiting": _is_flag},
     "read": {"ref": _is_ref, "reads": _are_reads},
     "report": {"ref": _or_none(_is_ref), "error": _or_none(_is_text), "is_mismatch": _is_flag},
+    "notice": {"source": _is_text, "seconds_left": _is_duration, "detail": _is_text},
     "closed": {"step": _is_whole},
 }
 """What a worker says, and what each field must be; further fields are let pass."""

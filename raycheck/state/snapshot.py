@@ -116,6 +116,9 @@ class Snapshotter:
         on_layout: Called with a new image before the first snapshot that uses it.
         on_settled: Called with the verdict on a snapshot when an optimizer's
             hook gives it. None: `settle` returns that one too.
+        on_copied: Called by the copy thread with the plan and the bytes of the
+            shard once the arena holds it, before the verdict: it may be
+            stored, and must not count yet. Must not raise.
         budget_bytes: The most shared memory that the segment may take; None:
             what it was made with.
         copier: Copies what is in device memory. None: there is none.
@@ -132,6 +135,7 @@ class Snapshotter:
         overlap: bool,
         on_layout: Callable[[ShardImage], None],
         on_settled: Callable[[Snapshot | Discarded], None] | None = None,
+        on_copied: Callable[[Plan, int], None] | None = None,
         budget_bytes: int | None = None,
         copier: Copier | None = None,
     ) -> None:
@@ -150,6 +154,7 @@ class Snapshotter:
         self._pending: _Pending | None = None
         self._finished: list[Snapshot | Discarded] = []
         self._on_settled = on_settled or self._finished.append
+        self._on_copied = on_copied
         self._waited_s = 0.0
         self._overlap = overlap
         self._copier = copier
@@ -437,15 +442,17 @@ class Snapshotter:
 
     def _copy_deferred(self, pending: _Pending) -> None:
         try:
-            self._copy_what_could_wait(pending)
+            num_bytes = self._copy_what_could_wait(pending)
         except BaseException as error:  # noqa: BLE001  the training thread must not wait forever
             pending.error = error
         finally:
             pending.sample = None
             pending.copied.set()
+        if pending.error is None and not pending.torn and not pending.transfers and self._on_copied:
+            self._on_copied(pending.plan, num_bytes)
 
-    def _copy_what_could_wait(self, pending: _Pending) -> None:
-        """Copy, and check what need not cost the training thread time."""
+    def _copy_what_could_wait(self, pending: _Pending) -> int:
+        """Copy, and check what need not cost the training thread time; return the shard's bytes."""
         placement = self._placement
         assert placement is not None
         assert self._known is not None
@@ -460,6 +467,7 @@ class Snapshotter:
             # Seen by the next `begin`, which looks at everything afresh.
             self._known = None
             raise RuntimeError("a tensor got another shape or dtype in place")
+        return placement.image.num_bytes
 
     def _copy(self, placement: Placement, way: Way, sources: Addresses) -> None:
         """Copy what a way copies by address."""
