@@ -379,8 +379,9 @@ class CommitProtocol:
             case Durable():
                 attempt.durable[event.shard.rank] = event
                 return []
-            case Missed() | Failed() if event.rank in attempt.durable:
-                # Its part is done; the agent that says so has lost nothing that counts.
+            case Missed() | Failed() if event.rank in attempt.durable and event.rank in attempt.staged:
+                # Its part is done; the agent that says so has lost nothing that counts. A shard
+                # that is stored before the verdict on its snapshot is not.
                 return []
             case Missed():
                 if self._latency_s * self._lead_factor < _MAX_LEAD_S:

@@ -90,6 +90,19 @@ def test_durable_may_be_heard_before_staged():
     assert kinds(run.stage(plan, ranks=[1], digests=["x"])) == ["WriteCommit"]
 
 
+def test_a_bad_verdict_on_what_is_durable_ends_the_attempt():
+    """A shard may be stored before the verdict on its snapshot; once that is good, a later failure is no loss."""
+    run = Driver()
+    plan = run.published()
+    run.persist(plan)
+    run.stage(plan, ranks=[0], digests=["x"])
+    assert run(p.Failed(0, plan.id, "the agent has restarted")) == []
+    (end,) = [
+        a for a in run(p.Failed(1, plan.id, "changed while it was copied")) if isinstance(a, p.EndAttempt)
+    ]
+    assert (end.reason, end.num_bytes, end.has_commit_begun) == ("failed", 200, False)
+
+
 def test_repeated_and_late_events_change_nothing():
     """At-least-once delivery: no second commit, no revival of an ended attempt."""
     run = Driver()
