@@ -160,6 +160,7 @@ class Rank:
         self.plan = (0, 0)
         self.seen_plan_id = 0
         self.upload: dict[str, Any] | None = None
+        self.unjudged: tuple[int, int, bool] | None = None
         self.is_alive = True
 
     def introduce(self) -> None:
@@ -250,6 +251,7 @@ class Rank:
     def train(self) -> None:
         """Take one step, and a snapshot if one is planned for here."""
         assert self.step is not None
+        self._judge()
         self.step += 1
         self.state = f"{zlib.crc32(self.state.encode()):x}.{self.generation.id}.{self.step}"
         self.world.had[self.generation.id, self.step] = self.state
@@ -268,9 +270,13 @@ class Rank:
             self.upload["cancelled"] = True
         job = self.upload = {"plan": (plan_id, step), "cancelled": False, "durable": False}
         ref = CheckpointRef(step, self.generation.id, plan_id)
-        data = content(self.state, ref, self.rank)
+        # The verdict on a copy comes with the next update, when it may be stored already; some are bad.
+        is_torn = self.world.choose(8) == 7
+        data = content("torn" if is_torn else self.state, ref, self.rank)
         key = f"{layout.checkpoint_prefix(ref)}/{layout.shard_name(self.rank, NUM_RANKS)}"
-        self.tell("event", protocol.Staged(self.rank, plan_id, 0.0, "", step))
+        self.unjudged = (plan_id, step, is_torn)
+        if self.world.choose(2):
+            self._judge()
 
         def done(result: Any) -> None:
             if isinstance(result, StorageError):
@@ -285,6 +291,16 @@ class Rank:
         self.world.begin(
             Task(f"upload {step} by {self.rank}", self, lambda run: run.store.put(key, data), done)
         )
+
+    def _judge(self) -> None:
+        if self.unjudged is None:
+            return
+        plan_id, step, is_torn = self.unjudged
+        self.unjudged = None
+        if is_torn:
+            self.tell("event", protocol.Failed(self.rank, plan_id, "changed while it was copied"))
+        else:
+            self.tell("event", protocol.Staged(self.rank, plan_id, 0.0, "", step))
 
     def _ended(self, plan: tuple[int, int], is_committed: bool) -> None:
         if self.upload and self.upload["plan"] == plan:
