@@ -1,6 +1,6 @@
 """A raycheck agent in a process of its own, without Ray and without a coordinator.
 
-    python checkpoint_agent.py ADDRESS URL
+    python checkpoint_agent.py ADDRESS URL OPTIONS_AS_JSON
 
 Writes one JSON line to standard output for each shard that is durable or has
 failed; reads the plan of each attempt that has ended from standard input.
@@ -26,7 +26,7 @@ NICENESS = 10
 
 
 def main() -> None:
-    address, url = sys.argv[1:]
+    address, url, options = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
 
@@ -37,7 +37,8 @@ def main() -> None:
             elif isinstance(message, protocol.Failed):
                 tell({"plan_id": message.plan_id, "failed": message.reason})
 
-    agent = Agent(node="benchmark", address=address, run_store=RunStore(Store(url)), deliver=deliver)
+    run_store = RunStore(Store(url, json.loads(options)))
+    agent = Agent(node="benchmark", address=address, run_store=run_store, deliver=deliver)
     tell({})
     for line in sys.stdin:
         agent.obey(messages.AttemptEnded(Plan(*json.loads(line)), is_committed=True, detail=""))
@@ -51,9 +52,12 @@ def tell(fields: dict) -> None:
 class AgentProcess:
     """Starts one and talks to it."""
 
-    def __init__(self, address: str, url: str) -> None:
+    def __init__(self, address: str, url: str, options: dict) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, address, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, address, url, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.next_message() == {}
 

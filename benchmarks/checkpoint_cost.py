@@ -1,6 +1,11 @@
 """What one checkpoint costs: ours against every other way, on the same state in the same run.
 
-    python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5] [--folder DIR]
+    python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5]
+                                         [--store disk|discard|seaweedfs] [--folder DIR]
+
+"discard" is an S3 server on loopback that throws bodies away, and so shows what
+the client can do; it cannot show that what was saved is right. "seaweedfs" is a
+real one, which takes most of the processor for itself.
 
 One process trains: it computes on one core, and updates its whole state with
 AdamW after each save has had its forward and backward. All peers take turns,
@@ -11,12 +16,17 @@ installed are left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import logging
 import mmap
 import os
+import random
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,14 +34,18 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import psutil
 import torch
-from checkpoint_peers import Peer, all_peers
+from checkpoint_peers import Peer, Place, all_peers
 from checkpoint_state import MIB, fingerprint, make_state, tensors_of
 
 from raycheck.state.spans import copy_span
 
 GIB = 1 << 30
+SERVERS: set[int] = set()
+"""Process ids that belong to no peer."""
+
 FORWARD_AND_BACKWARD_S = 0.25
 FREE_S = 0.4
 
@@ -49,22 +63,27 @@ def main() -> None:
     arguments.add_argument("--state", choices=["gpt", "large"], default="gpt")
     arguments.add_argument("--mib", type=int, default=1024)
     arguments.add_argument("--runs", type=int, default=5)
+    arguments.add_argument("--store", choices=["disk", "discard", "seaweedfs"], default="disk")
     arguments.add_argument("--folder", help="on the disk to be measured", default=None)
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     model, optimizer = make_state(given.state, given.mib * MIB)
-    with tempfile.TemporaryDirectory(prefix="raycheck-benchmark-", dir=given.folder) as folder:
-        Bench(model, optimizer, Path(folder), given.runs).run()
+    with contextlib.ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="raycheck-benchmark-", dir=given.folder))
+        )
+        place = Place(folder) if given.store == "disk" else start_s3(stack, given.store, folder)
+        Bench(model, optimizer, place, given.runs).run()
 
 
 class Bench:
     """All peers on one state."""
 
-    def __init__(self, model, optimizer, folder: Path, runs: int) -> None:
+    def __init__(self, model, optimizer, place: Place, runs: int) -> None:
         self._model, self._optimizer = model, optimizer
-        self._folder, self._runs = folder, runs
+        self._place, self._runs = place, runs
         self._tensors = tensors_of(model, optimizer)
         self._num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._number = 0
@@ -77,8 +96,10 @@ class Bench:
         exact: dict[str, bool] = {}
         self._train_for(num_steps=3)
         for kind in all_peers():
+            if kind.is_local_only and self._place.url:
+                continue
             before_bytes = resident_bytes()
-            peer = kind(self._model, self._optimizer, self._folder)
+            peer = kind(self._model, self._optimizer, self._place)
             self._train_for(num_steps=4)
             first[peer.name], exact[peer.name] = self._save(peer)
             peak = Peak()
@@ -88,7 +109,7 @@ class Bench:
             peers.append(peer)
         costs: dict[str, list[Cost]] = {peer.name: [] for peer in peers}
         copies, writes = [], []
-        with Limits(self._tensors, self._num_bytes, self._folder) as limits:
+        with Limits(self._tensors, self._num_bytes, self._place.folder) as limits:
             for _ in range(self._runs):
                 copies.append(limits.copy_s())
                 writes.append(limits.write_s())
@@ -139,7 +160,7 @@ class Bench:
         if peak:
             peak.stop()
         slowdown = 1 - busy.per_s / free_rate if busy.seconds > 0.1 else None
-        is_exact = fingerprint(peer.load(self._number)) == expected
+        is_exact = not self._place.keeps or fingerprint(peer.load(self._number)) == expected
         peer.delete(self._number)
         return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown), is_exact
 
@@ -159,7 +180,7 @@ class Bench:
         gib = self._num_bytes / GIB
         print(
             f"{gib:.2f} GiB in {len(self._tensors)} tensors, median of {self._runs}, "
-            f"{os.cpu_count()} cores, torch {torch.__version__}\n"
+            f"{os.cpu_count()} cores, torch {torch.__version__}, to {self._place.url or 'a local disk'}\n"
         )
         ours = Row.of(costs["raycheck"])
         print(
@@ -176,7 +197,8 @@ class Bench:
                 f"| {row.durable_s / ours.durable_s:.1f} "
                 f"| {row.stall_s * 1e3:.1f} ({min(stalls):.1f}-{max(stalls):.1f}) "
                 f"| {first[name].stall_s * 1e3:.0f} | {row.cpu_s / gib:.2f} | {row.durable_s:.2f} "
-                f"| {slowed} | {memory[name] / self._num_bytes:.2f} | {'yes' if exact[name] else 'NO'} |"
+                f"| {slowed} | {memory[name] / self._num_bytes:.2f} "
+                f"| {('yes' if exact[name] else 'NO') if self._place.keeps else '(thrown away)'} |"
             )
         print(
             f"| limit: memory copy | {copy_s / ours.stall_s:.1f} | | | {copy_s * 1e3:.1f} | | | | | | |\n"
@@ -279,7 +301,75 @@ class Peak:
 
 def family() -> list[psutil.Process]:
     this = psutil.Process()
-    return [this, *this.children(recursive=True)]
+    return [this, *(child for child in this.children(recursive=True) if child.pid not in SERVERS)]
+
+
+def start_s3(stack: contextlib.ExitStack, kind: str, folder: Path) -> Place:
+    """Start a server of our own; its CPU time and memory are not those of a peer."""
+    port, secret = free_port(), {"key": "benchmark", "secret": "benchmark-secret"}
+    if kind == "discard":
+        server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("discard_s3.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        port = int(server.stdout.readline())
+    else:
+        server = start_seaweedfs(port, folder / "s3", **secret)
+    SERVERS.add(server.pid)
+    stack.callback(server.wait)
+    stack.callback(server.terminate)
+    options = {
+        **secret,
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+    if kind == "seaweedfs":
+        await_bucket(options)
+    return Place(folder, "s3://benchmark/run", options, keeps=kind != "discard")
+
+
+def start_seaweedfs(port: int, folder: Path, *, key: str, secret: str) -> subprocess.Popen:
+    folder.mkdir()
+    flags = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.port": port, "webdav": "false"}
+    flags |= {"admin.ui": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false"}
+    for name in ("master", "volume", "filer", "admin"):
+        flags[f"{name}.port"] = free_port()
+    return subprocess.Popen(
+        [
+            Path(sys.executable).with_name("weed"),
+            "mini",
+            *(f"-{name}={value}" for name, value in flags.items()),
+        ],
+        env={**os.environ, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def await_bucket(options: dict) -> None:
+    end_s = time.monotonic() + 60
+    while True:
+        try:
+            fsspec.filesystem("s3", **options, skip_instance_cache=True).makedir("benchmark")
+        except OSError:
+            assert time.monotonic() < end_s, "the server did not start"
+            time.sleep(0.2)  # between two looks
+        else:
+            return
+
+
+def free_port() -> int:
+    # SeaweedFS listens 10,000 above each port as well.
+    while True:
+        port = random.SystemRandom().randrange(10_500, 20_000)
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 def resident_bytes() -> int:

@@ -42,10 +42,15 @@ class DiscardServer:
             parts = self.uploads.pop(query["uploadId"][0])
             self.objects[key] = sum(parts.values())
             return 200, _xml("CompleteMultipartUploadResult", Key=key, ETag='"0"'), {}
+        if method == "POST" and "delete" in query:
+            return 200, _xml("DeleteResult"), {}
         if method == "DELETE":
             self.objects.pop(key, None)
             self.uploads.pop(query.get("uploadId", [""])[0], None)
             return 204, b"", {}
+        if method in ("GET", "HEAD") and key.strip("/").count("/") == 0:
+            # A bucket: it is there, and nothing is in it.
+            return 200, _xml("ListBucketResult", KeyCount="0", IsTruncated="false"), {}
         if key in self.objects:
             return 200, b"", {"Content-Length": str(self.objects[key]), "ETag": '"0"'}
         return 404, b"", {}
@@ -123,10 +128,11 @@ class Connection(asyncio.BufferedProtocol):
         status, body, extra = self.server.answer(
             method, unquote(url.path), parse_qs(url.query, keep_blank_values=True), size
         )
-        if method == "GET" and status == 200:
+        if method == "GET" and status == 200 and not body:
             self._send_zeros(int(extra["Content-Length"]), headers.get("range", ""))
             return
         extra = {"Content-Length": str(len(body)), **extra}
+        body = b"" if method == "HEAD" else body
         lines = [f"HTTP/1.1 {status} x"] + [f"{name}: {value}" for name, value in extra.items()]
         self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
