@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from raycheck.data.sampler import ElasticBatchSampler, ElasticSampler
     from raycheck.errors import RaycheckError
     from raycheck.runtime.callback import AutoCheckpoint
+    from raycheck.runtime.loading import load
     from raycheck.runtime.session import Restored
     from raycheck.runtime.worker import Checkpointer, attach
 
@@ -26,6 +27,7 @@ _HOMES = {
     "Restored": "raycheck.runtime.session",
     "Settings": "raycheck.config",
     "attach": "raycheck.runtime.worker",
+    "load": "raycheck.runtime.loading",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Restored",
     "Settings",
     "attach",
+    "load",
 ]
 
 

@@ -57,11 +57,24 @@ class Settings:
     keep_every_s: float | None = None
     """Keep the first checkpoint of each period of this many seconds for good. None: none."""
 
-    register_every_s: float = 600.0
-    """How often, in seconds, one checkpoint is also registered with Ray Train. Has no effect yet."""
+    register: bool = True
+    """Make checkpoints known to Ray Train, as ``result.checkpoint`` and its like: the last one, and one of
+    every ``register_every_s``. From then on they are Ray's to keep or delete, besides ``keep_last``, which
+    counts as 2 at least."""
+
+    register_every_s: float | None = None
+    """How often, in seconds, one checkpoint is registered besides the last. None: every 600 s if
+    ``CheckpointConfig(num_to_keep=...)`` limits how many Ray keeps, otherwise only the last."""
 
     on_failure: int | Literal["warn"] = "warn"
     """How many failed saves in a row are tolerated before training stops. "warn": any number."""
+
+    sigterm_grace_s: float = 25.0
+    """How long a worker that gets SIGTERM goes on, in seconds, so that its last steps are saved. Kubernetes
+    kills after 30 unless it is told otherwise. 0: it ends at once."""
+
+    resize_wait_s: float = 60.0
+    """How long a resize may wait for a checkpoint, in seconds, so that no step is lost. 0: it does not."""
 
     storage_path: str | None = None
     """URL or path under which the run is stored. None: the run's own path in Ray Train."""
@@ -101,12 +114,14 @@ class Settings:
             "max_interval_s",
             "upload_bytes_per_s",
             "keep_every_s",
+            "register_every_s",
         ):
             _check_positive(self, name, optional=True)
         if not isinstance(self.gpu_days_per_failure, str) and not callable(self.gpu_days_per_failure):
             _check_positive(self, "gpu_days_per_failure")
-        _check_positive(self, "register_every_s")
         _check_positive(self, "restart_s", optional=True, zero=True)
+        for name in ("sigterm_grace_s", "resize_wait_s"):
+            _check_positive(self, name, zero=True)
         for name, low, high in (
             ("interval_steps", 1, None),
             ("keep_last", 1, None),
@@ -120,7 +135,7 @@ class Settings:
             _refuse("on_conflict", self.on_conflict, 'one of "bound", "recovery_point", "error"')
         _check_word_or_int(self, "resume", ("auto", "fresh"), low=0)
         _check_word_or_int(self, "on_failure", ("warn",), low=0)
-        for name in ("overlap", "telemetry", "enabled"):
+        for name in ("overlap", "telemetry", "enabled", "register"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
         if self.storage_path is not None and (

@@ -9,6 +9,8 @@
         shard-00000-of-00008.sums             its chunk checksums
         manifest.json                         the commit
       layouts/<hash>.parquet                  which chunk lies where in which shard
+      registered/step-0000001200-g000003-<id>-p000012.json
+                                              Ray Train has been given this checkpoint
       telemetry/                              timings and decisions
 
 Every key names the generation, and a checkpoint's also its plan, so no two
@@ -32,8 +34,12 @@ ROOT = "raycheck"
 GENERATIONS = "generations"
 CHECKPOINTS = "checkpoints"
 LAYOUTS = "layouts"
+REGISTERED = "registered"
 TELEMETRY = "telemetry"
 MANIFEST = "manifest.json"
+LAYOUT_COPY = "layout.parquet"
+"""In the folder of a registered checkpoint, which may be copied or read without the rest of the run."""
+
 
 HEADER_ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -126,6 +132,21 @@ def parse_checkpoint_name(name: str) -> CheckpointRef | None:
 def manifest_key(ref: CheckpointRef) -> str:
     """Return the key whose existence is the commit."""
     return f"{checkpoint_prefix(ref)}/{MANIFEST}"
+
+
+def checkpoint_name(ref: CheckpointRef) -> str:
+    """Return the last part of a checkpoint's prefix: its name below ``checkpoints/``."""
+    return checkpoint_prefix(ref).removeprefix(f"{CHECKPOINTS}/")
+
+
+def registered_key(ref: CheckpointRef) -> str:
+    """Return the key that says that a checkpoint is registered with Ray Train."""
+    return f"{REGISTERED}/{checkpoint_name(ref)}.json"
+
+
+def layout_copy_key(ref: CheckpointRef) -> str:
+    """Return the key of the layout that a registered checkpoint carries with it."""
+    return f"{checkpoint_prefix(ref)}/{LAYOUT_COPY}"
 
 
 def shard_name(rank: int, world_size: int) -> str:

@@ -22,7 +22,7 @@ _STEP_BITS = 40
 _STEP_MASK = (1 << _STEP_BITS) - 1
 _PLAN_IDS = 1 << (64 - _STEP_BITS)
 
-_PLAN, _IN_FLIGHT, _STEP, _NUM_STEPS_RECORDED, _HALT = range(5)
+_PLAN, _IN_FLIGHT, _STEP, _NUM_STEPS_RECORDED, _HALT, _HOLD = range(6)
 _RING = 64
 _RECORD_WORDS = 3
 
@@ -95,6 +95,18 @@ class ControlPage:
     @must_halt.setter
     def must_halt(self, value: bool) -> None:
         self._words[_HALT] = int(value)
+
+    @property
+    def hold_step(self) -> int:
+        """The step after which to take no other, since the worker is about to be stopped; 0: none.
+
+        Written before the plan of that step: who sees the plan in time sees this too.
+        """
+        return self._words[_HOLD]
+
+    @hold_step.setter
+    def hold_step(self, step: int) -> None:
+        self._words[_HOLD] = step
 
     # Written by the worker.
 

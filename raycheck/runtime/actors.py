@@ -14,9 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raycheck.config import Settings
 from raycheck.core.failure_rate import FailureKind
 from raycheck.core.lineage import GenerationId
+from raycheck.core.notice import Notice
 from raycheck.runtime import messages
 from raycheck.runtime.agent import Agent, Limits
 from raycheck.runtime.coordinator import Coordinator
+from raycheck.runtime.notices import DrainSource, NoticeWatcher, sources_of_this_machine
+from raycheck.runtime.registration import Offer
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
@@ -49,6 +52,9 @@ class CoordinatorActor:
         self._coordinator = Coordinator(
             run_store=RunStore(Store(store_url, store_options)), settings=settings, send=self._send
         )
+        # Here, once for all nodes, and not on each of them: it is a question to the cluster's head.
+        drains = DrainSource(_draining_nodes, lambda: self._coordinator.nodes)
+        self._watcher = NoticeWatcher([drains], self._coordinator.hear_notice)
 
     def check(self) -> None:
         """See `Coordinator.check`."""
@@ -71,6 +77,22 @@ class CoordinatorActor:
     def status(self) -> dict[str, Any]:
         """See `Coordinator.status`."""
         return {**self._coordinator.status(), "pid": os.getpid()}
+
+    def hear_notice(self, notice: Notice) -> None:
+        """See `Coordinator.hear_notice`."""
+        self._coordinator.hear_notice(notice)
+
+    def save_and_hold(self, seconds: float) -> int | None:
+        """See `Coordinator.save_and_hold`."""
+        return self._coordinator.save_and_hold(seconds)
+
+    def hear_registered(self, held: list[str], every_s: float | None) -> Offer | None:
+        """See `Coordinator.hear_registered`."""
+        return self._coordinator.hear_registered(held, every_s)
+
+    def offer_last(self, held: list[str]) -> Offer | None:
+        """See `Coordinator.offer_last`."""
+        return self._coordinator.offer_last(held)
 
     def close(self) -> None:
         """See `Coordinator.close`."""
@@ -107,6 +129,7 @@ class AgentActor:
             deliver=self._deliver,
             limits=limits,
         )
+        self._watcher = NoticeWatcher(sources_of_this_machine(), self._agent.hear)
 
     def obey(self, order: messages.Order) -> None:
         """See `Agent.obey`."""
@@ -125,6 +148,13 @@ class AgentActor:
         reference = self._coordinator.receive.remote(delivery, self._handle)
         if not ray.get(reference, timeout=_DELIVERY_TIMEOUT_S):
             self._agent.introduce()
+
+
+def _draining_nodes() -> Mapping[str, int]:
+    # Here, since an agent's process has no use for Ray Train, whose import takes seconds.
+    from raycheck.runtime import compat
+
+    return compat.draining_nodes()
 
 
 def start_coordinator(store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> Any:

@@ -131,8 +131,10 @@ class Agent:
         with self._lock:
             workers = list(self._workers.values())
             match order:
-                case messages.PublishPlan(plan):
+                case messages.PublishPlan(plan, is_held):
                     for worker in workers:
+                        if is_held:
+                            worker.page.hold_step = plan.step
                         worker.page.plan = plan
                 case messages.AttemptEnded():
                     for worker in workers:
@@ -159,12 +161,9 @@ class Agent:
                 case messages.FinishTraining(detail):
                     for worker in workers:
                         worker.send("finish", detail=detail)
-                case messages.HoldTraining(step, seconds):
-                    for worker in workers:
-                        worker.send("hold", step=step, seconds=seconds)
                 case messages.ReleaseTraining():
                     for worker in workers:
-                        worker.send("release")
+                        worker.page.hold_step = 0
                 case messages.HaltTraining(reason, is_fenced):
                     for worker in workers:
                         worker.send("halt", reason=reason, is_fenced=is_fenced)

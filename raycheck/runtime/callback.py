@@ -19,12 +19,18 @@ from raycheck.errors import ConfigError
 from raycheck.runtime import actors, compat, worker
 from raycheck.runtime.agent import Limits
 from raycheck.runtime.filesystem import place_of
+from raycheck.runtime.registrar import Registrar
 from raycheck.runtime.session import WorkerContext
+from raycheck.runtime.signals import install_sigterm
 
 logger = logging.getLogger("raycheck")
 
 SETTINGS_VARIABLE = "RAYCHECK_SETTINGS"
 _START_TIMEOUT_S = 120.0
+_STOP_MARGIN_S, _STOP_LEAST_S = 1.0, 1.0
+"""Ray's own stopping takes some of the time that ``ray job stop`` gives."""
+
+_COORDINATOR_ANSWER_S = 2.0
 _AGENT_ANSWER_S = 5.0
 """An agent that was killed is back in less; one whose node is gone is not."""
 
@@ -50,6 +56,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         else:
             self._settings = make_settings(settings)
         self._coordinator: Any = None
+        self._registrar: Registrar | None = None
         self._agents: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
         self._generation: GenerationId | None = None
@@ -83,6 +90,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
             )
         self._store_url, self._store_options = self._choose_store(train_run_context)
         self._coordinator = actors.start_coordinator(self._store_url, self._store_options, self._settings)
+        self._registrar = Registrar(self._coordinator, self._settings)
         try:
             ray.get(self._coordinator.check.remote(), timeout=_START_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
@@ -106,14 +114,48 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
             self._failure = None
         return {}
 
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Find Ray Train's own list of checkpoints."""
+        if self._registrar is not None:
+            self._registrar.begin(worker_group)
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Register what is due with Ray Train."""
+        if self._registrar is not None:
+            self._registrar.poll()
+
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Remember what kind of failure the next worker group follows."""
+        """Remember what kind of failure the next worker group follows; save before a resize."""
         self._failure = compat.failure_kind(current_state) or self._failure
+        if compat.is_resizing(previous_state, current_state):
+            self._save_and_hold(self._settings.resize_wait_s, "the resize")
+
+    def before_controller_abort(self) -> None:
+        """Save before Ctrl-C or ``ray job stop`` ends the job, in the time that there is."""
+        self._save_and_hold(max(compat.stop_wait_s() - _STOP_MARGIN_S, _STOP_LEAST_S), "the stop")
+
+    def _save_and_hold(self, seconds: float, what: str) -> None:
+        if self._coordinator is None or seconds == 0:
+            return
+        try:
+            step = ray.get(
+                self._coordinator.save_and_hold.remote(seconds), timeout=seconds + _COORDINATOR_ANSWER_S
+            )
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("no checkpoint before %s: %r", what, error)
+            return
+        if step is None:
+            logger.warning(
+                "no checkpoint before %s within %.0f s: what is newer is trained again", what, seconds
+            )
+        else:
+            logger.info("step %d is saved before %s", step, what)
 
     async def before_controller_shutdown(self) -> None:
-        """Let the coordinator write what is left to write."""
-        if self._coordinator is None:
+        """Register the last checkpoint, and let the coordinator write what is left to write."""
+        if self._coordinator is None or self._registrar is None:
             return
+        await self._registrar.finish()
         try:
             await self._coordinator.close.remote()
         except ray.exceptions.RayError as error:
@@ -171,10 +213,11 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         node = ray.get_runtime_context().get_node_id()
         worker.set_context(_context_of(self._addresses[node], self._generation, self._settings))
         compat.after_train_function(on_return=_close, on_error=_abandon)
+        install_sigterm(self._settings.sigterm_grace_s, tell=worker.tell_notice)
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers talk to their agent over its socket; they need no handles.
-        return {**self.__dict__, "_coordinator": None, "_agents": {}}
+        return {**self.__dict__, "_coordinator": None, "_registrar": None, "_agents": {}}
 
 
 def join_url(path: str, relative: str) -> str:

@@ -7,9 +7,11 @@ without one degrades with a message instead of an AttributeError.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow.fs
 import ray
 import ray.train
 from ray.train.v2._internal.exceptions import (
@@ -21,8 +23,11 @@ from ray.train.v2._internal.execution.callback import (
     WorkerCallback,
     WorkerGroupCallback,
 )
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.controller.state import ResizingState, RunningState
 from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from raycheck.core.failure_rate import FailureKind
 
@@ -32,16 +37,20 @@ TESTED_RAY_VERSIONS = ("2.60",)
 
 __all__ = [
     "ControllerCallback",
+    "RayCheckpoints",
     "WorkerCallback",
     "WorkerGroupCallback",
     "after_train_function",
+    "draining_nodes",
     "failure_kind",
     "is_local_run",
     "is_replica_group_run",
+    "is_resizing",
     "node_ids",
     "rank_and_sizes",
     "run_path",
     "run_was_named",
+    "stop_wait_s",
 ]
 
 
@@ -97,6 +106,76 @@ def is_replica_group_run(train_run_context: Any) -> bool:
     backend_config = getattr(train_run_context, "backend_config", None)
     backend_cls = getattr(backend_config, "backend_cls", None)
     return bool(getattr(backend_cls, "has_replica_groups", False))
+
+
+def draining_nodes() -> dict[str, int]:
+    """Return the nodes that Ray drains, with deadlines in milliseconds since 1970; 0: none was given.
+
+    Blocks for the cluster's head.
+    """
+    return dict(ray._private.state.state.get_draining_nodes())
+
+
+def is_resizing(previous_state: Any, current_state: Any) -> bool:
+    """Whether a running worker group is about to be stopped for another size."""
+    return isinstance(previous_state, RunningState) and isinstance(current_state, ResizingState)
+
+
+def stop_wait_s() -> float:
+    """Return how long ``ray job stop`` waits for a job before it kills it, seconds."""
+    try:
+        return float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "3"))
+    except ValueError:
+        return 3.0
+
+
+class RayCheckpoints:
+    """Ray Train's own list of checkpoints, in the controller. Used in its event loop alone."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
+        self._context = manager._storage_context
+
+    @classmethod
+    def of(cls, worker_group: Any) -> RayCheckpoints | None:
+        """Return the list of the controller that started this group; None if this version of Ray hides it."""
+        callbacks = getattr(worker_group, "_callbacks", ())
+        manager = next((c for c in callbacks if isinstance(c, CheckpointManager)), None)
+        return None if manager is None else cls(manager)
+
+    @property
+    def num_to_keep(self) -> int | None:
+        """How many Ray Train keeps; None: all."""
+        return self._manager._checkpoint_config.num_to_keep
+
+    def names(self) -> list[str]:
+        """Return what it holds, oldest or worst first: paths below the run's folder, others whole."""
+        folder = self._context.experiment_fs_path + "/"
+        held = (result.checkpoint for result in self._manager._checkpoint_results)
+        return [checkpoint.path.removeprefix(folder) for checkpoint in held if checkpoint is not None]
+
+    def exists(self, path: str) -> bool:
+        """Whether there is something at a path below the run's folder. Blocks for storage."""
+        whole = self._context.build_checkpoint_path_from_name(path)
+        info = self._context.storage_filesystem.get_file_info(whole)
+        return bool(info.type != pyarrow.fs.FileType.NotFound)
+
+    def register(self, path: str, metrics: dict[str, Any]) -> None:
+        """Add a checkpoint, as if the workers had reported it, but without them.
+
+        Blocks for storage: Ray Train writes its list, and deletes what it does
+        not keep. The workers' count of their own reports stays what it is.
+        """
+        manager = self._manager
+        checkpoint = ray.train.Checkpoint(
+            self._context.build_checkpoint_path_from_name(path), self._context.storage_filesystem
+        )
+        num_reports = manager._current_report_index
+        try:
+            manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+        finally:
+            # get_all_reported_checkpoints() waits until it is the worker's own count.
+            manager._current_report_index = num_reports
 
 
 def after_train_function(*, on_return: Callable[[], None], on_error: Callable[[], None]) -> None:

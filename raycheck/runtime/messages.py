@@ -7,6 +7,7 @@ from typing import Any
 
 from raycheck.core import protocol
 from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core.notice import Notice
 from raycheck.core.page import Plan
 
 # From an agent to the coordinator.
@@ -69,8 +70,22 @@ class MetricsTaken:
     """By the loader's name in ``attach``, as `core.audit` encodes them; empty from other ranks."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoticeHeard:
+    """The end of a node or a worker was announced."""
+
+    notice: Notice
+
+
 Message = (
-    RankHere | RestoreAsked | RestoreReported | StepsMeasured | TableChanged | MetricsTaken | protocol.Event
+    RankHere
+    | RestoreAsked
+    | RestoreReported
+    | StepsMeasured
+    | TableChanged
+    | MetricsTaken
+    | NoticeHeard
+    | protocol.Event
 )
 
 # From the coordinator to an agent.
@@ -81,6 +96,8 @@ class PublishPlan:
     """Show the plan to all ranks of this node."""
 
     plan: Plan
+    is_held: bool = False
+    """Whether they are to stand still at its step: the group is about to be stopped, and no step is to be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +159,11 @@ class HaltTraining:
     is_fenced: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseTraining:
+    """Nobody is stopped: ranks that stand still go on."""
+
+
 Order = (
     PublishPlan
     | AttemptEnded
@@ -152,6 +174,7 @@ Order = (
     | KeepPerRank
     | FinishTraining
     | HaltTraining
+    | ReleaseTraining
 )
 
 

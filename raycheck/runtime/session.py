@@ -37,6 +37,7 @@ logger = logging.getLogger("raycheck")
 _WARN_EVERY_S = 30.0
 _SAVE_TOGETHER_S = 1.0
 _CLOSE_TIMEOUT_S = 600.0
+_HOLD_AT_MOST_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +111,6 @@ class Session:
         self._last_end_s = time.perf_counter()
         self._was_busy = False
         self._halt: RaycheckError | None = None
-        self._hold: tuple[int, float] | None = None
-        """The step after which to stand still, and until when."""
-
         self._snapshotter = Snapshotter(
             tree,
             self._segment,
@@ -285,17 +283,19 @@ class Session:
         page.record_step(ended_s - self._last_end_s, stall_s, is_overlapped=is_busy or self._was_busy)
         self._was_busy = is_busy
         self._last_end_s = ended_s
-        if self._hold is not None and self.step_number >= self._hold[0]:
+        if 0 < page.hold_step <= self.step_number:
             self._stand_still()
         if self._halt is not None:
             raise self._halt
 
     def _stand_still(self) -> None:
         """Wait to be stopped, with a snapshot taken or to come: each further step would be lost."""
-        while self._hold is not None and self._halt is None and time.monotonic() < self._hold[1]:
+        page = self._segment.page
+        # The coordinator takes it back in time, unless it is gone.
+        deadline_s = time.monotonic() + _HOLD_AT_MOST_S
+        while page.hold_step and self._halt is None and time.monotonic() < deadline_s:
             self._snapshot_here()
             self._read_mail()
-        self._hold = None
         self._last_end_s = time.perf_counter()
 
     def tell_notice(self, source: str, seconds_left: float, detail: str) -> None:
@@ -409,10 +409,6 @@ class Session:
         match message["op"]:
             case "keep_per_rank":
                 self._snapshotter.keep_per_rank()
-            case "hold":
-                self._hold = message["step"], time.monotonic() + message["seconds"]
-            case "release":
-                self._hold = None
             case "halt":
                 kind = FencedError if message["is_fenced"] else SaveError
                 self._halt = kind(message["reason"])

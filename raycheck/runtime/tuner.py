@@ -109,6 +109,12 @@ class Tuner:
         return costs.step_s if costs is not None else self._last_step_s
 
     @property
+    def persist_tail_s(self) -> float | None:
+        """Time from snapshot to durable, 95th percentile, seconds; None before the first checkpoint."""
+        costs = self._estimator.costs()
+        return costs.persist_tail_s if costs is not None else None
+
+    @property
     def interval_s(self) -> float | None:
         """Time between snapshot starts, seconds; None while no step is known."""
         if self.decision is not None:

@@ -97,6 +97,15 @@ def attach(
         return _attached
 
 
+def tell_notice(source: str, seconds_left: float, detail: str) -> bool:
+    """Pass on that this process will end; return whether anybody was told. Not for the training thread."""
+    session = _attached.session if _attached is not None else None
+    if session is None:
+        return False
+    session.tell_notice(source, seconds_left, detail)
+    return True
+
+
 class Checkpointer:
     """Returned by `attach`. Used by the training thread alone.
 
@@ -115,6 +124,11 @@ class Checkpointer:
         self._local_steps = 0
         if session is not None:
             self.restored = session.restore()
+
+    @property
+    def session(self) -> Session | None:
+        """For raycheck itself: what talks to the agent; None where nothing is saved."""
+        return self._session
 
     @property
     def current_step(self) -> int:

@@ -84,7 +84,7 @@ class RunStore:
     def _facts(self, key: str) -> dict[str, Any]:
         try:
             facts = json.loads(self.store.get(key))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, CorruptCheckpointError):
             return {}
         return facts if isinstance(facts, dict) else {}
 
@@ -101,7 +101,7 @@ class RunStore:
                 if record.generation != generation:
                     raise ValueError(f"it is the record of {record.generation}")
                 found.append(record)
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, CorruptCheckpointError) as error:
                 logger.warning("%s is damaged and left out: %s", key, layout.brief(error))
         return found
 
@@ -203,6 +203,45 @@ class RunStore:
                 f"step {manifest.ref.step}: {key} is not what was committed", step=manifest.ref.step, key=key
             )
         return sums
+
+    def registered(self) -> list[CheckpointRef]:
+        """Return the checkpoints that Ray Train has been given, freshly listed, oldest first."""
+        names = self.store.list_children(layout.REGISTERED)
+        found = (
+            layout.parse_checkpoint_name(name.removesuffix(".json"))
+            for name in names
+            if name.endswith(".json")
+        )
+        return sorted(filter(None, found))
+
+    def registered_facts(self, ref: CheckpointRef) -> dict[str, Any]:
+        """Return what a registration was written with; empty if it is gone or damaged."""
+        try:
+            return self._facts(layout.registered_key(ref))
+        except ObjectNotFoundError:
+            return {}
+
+    def write_registered(self, manifest: Manifest) -> None:
+        """Hand a checkpoint over to Ray Train: from now on it is not ours to delete.
+
+        It gets a copy of its layout first, so that its folder can be read alone.
+
+        Raises:
+            StorageError: If the record could not be written; it may be there all the same.
+        """
+        ref = manifest.ref
+        self.store.put(layout.layout_copy_key(ref), self.store.get(layout.layout_key(manifest.layout_digest)))
+        facts = {
+            "format": 1,
+            "step": ref.step,
+            "created_unix_s": manifest.created_unix_s,
+            "metrics": manifest.metrics,
+        }
+        self.store.put(layout.registered_key(ref), json.dumps(facts, indent=1).encode())
+
+    def delete_registered(self, ref: CheckpointRef) -> None:
+        """Take back what Ray Train does not hold; the checkpoint itself is left as it is."""
+        self.store.delete([layout.registered_key(ref)])
 
     def sweep(self, mine: GenerationId, *, older_than_s: float, now_unix_s: float) -> list[str]:
         """Delete what earlier generations left without a commit; return its keys.

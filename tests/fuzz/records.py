@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from raycheck.core.failure_rate import FailureRate
 from raycheck.core.lineage import Ancestor, CheckpointRef, GenerationId, GenerationRecord
 from raycheck.core.sums import ChunkSums
 from raycheck.errors import CorruptCheckpointError
-from raycheck.runtime.coordinator import Coordinator
+from raycheck.runtime.starting import recall_failure_rate
 from raycheck.store.run import RunStore
 from tests.fuzz.mutate import Mutator, words
 from tests.fuzz.target import GENERATION, JSON_NUMBERS, OLDER, REF, OneObject, Target, check_types, manifest
@@ -107,14 +106,13 @@ def facts() -> Target:
     store.sweep_uploads = lambda older_than_s: []  # type: ignore[attr-defined]
     run = _Run(store)  # type: ignore[arg-type]
     fresh = FailureRate()
-    coordinator = types.SimpleNamespace(_run_store=run, _tuner=types.SimpleNamespace(failure_rate=fresh))
 
     def parse(data: bytes) -> bool:
         store.data = data
         assert isinstance(run.claim_facts(GENERATION), dict)
         is_recalled = False
         for run.has_ended in (False, True):
-            rate = Coordinator._recall_failure_rate(coordinator)  # type: ignore[arg-type]
+            rate = recall_failure_rate(run, fresh)
             if rate is not fresh:
                 is_recalled = True
                 assert 0 < rate.gpu_days_per_failure < float("inf")

@@ -136,8 +136,8 @@ def test_a_run_switched_on_by_the_environment(connected, tmp_path, monkeypatch):
     """RAY_TRAIN_CALLBACKS and RAYCHECK_SETTINGS: no change in the driver's code."""
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "raycheck.AutoCheckpoint")
     monkeypatch.setenv("RAYCHECK_SETTINGS", '{"interval_steps": 1000000, "keep_last": 1}')
-    jobs.trainer(tmp_path, callbacks=[], steps=10, save_at=[5]).fit()
-    wait_until(lambda: committed(tmp_path) == [10], "the last checkpoint alone")
+    jobs.trainer(tmp_path, callbacks=[], steps=10, save_at=[3, 5]).fit()
+    wait_until(lambda: committed(tmp_path) == [5, 10], "the last two, since Ray Train has the last one")
 
 
 def test_without_the_option_attach_says_what_to_add(connected, tmp_path):

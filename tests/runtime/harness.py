@@ -125,7 +125,9 @@ class Generation:
     def kill_all(self) -> None:
         for rank, worker in enumerate(self.workers):
             if worker.is_alive():
-                self.kill(rank)
+                # It may end by itself in between.
+                with contextlib.suppress(ProcessLookupError):
+                    self.kill(rank)
 
     def result_path(self, rank: int) -> Path:
         return self._folder / f"result-{self.id}-{rank}.json"
@@ -151,8 +153,11 @@ class Generation:
 class LocalCluster:
     """A run's coordinator in this process, its agents and workers in others."""
 
-    def __init__(self, url, options=None, *, num_nodes: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, url, options=None, *, num_nodes: int = 1, clock=time.monotonic, **settings: Any
+    ) -> None:
         self.url, self.options = url, options
+        self._clock = clock
         self.settings = Settings(**settings)
         self.run_store = RunStore(Store(url, options))
         self.folder = Path(tempfile.mkdtemp(prefix="raycheck-test-"))
@@ -170,7 +175,9 @@ class LocalCluster:
             self.start_agent(node)
 
     def _make_coordinator(self) -> Coordinator:
-        return Coordinator(run_store=self.run_store, settings=self.settings, send=self._send)
+        return Coordinator(
+            run_store=self.run_store, settings=self.settings, send=self._send, clock=self._clock
+        )
 
     def start_agent(self, node: str) -> None:
         self._pipes.pop(("orders", node), None)
@@ -258,7 +265,9 @@ class LocalCluster:
     def _receive(self, pipe) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                pipe.send(self.coordinator.receive(pipe.recv()))
+                # First the delivery: while it waits for one, the coordinator may be replaced.
+                delivery = pipe.recv()
+                pipe.send(self.coordinator.receive(delivery))
 
     def _send(self, node: str, order: messages.Order) -> None:
         self.orders.append(order)

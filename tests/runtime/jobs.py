@@ -112,6 +112,39 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def train_noted(config: dict[str, Any]) -> None:
+    """Train without end and note each completed step in ``folder``, by rank and start; ranks keep in step.
+
+    Config: ``folder``; ``sigterm_grace_s``: as the callback would set it.
+    """
+    from raycheck.runtime import signals, worker
+
+    rank, folder = config["rank"], Path(config["folder"])
+    if "sigterm_grace_s" in config:
+        signals.install_sigterm(config["sigterm_grace_s"], tell=worker.tell_notice)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ckpt = raycheck.attach(model=model, optimizer=optimizer)
+    (folder / f"restored-{rank}").write_text(str(ckpt.current_step))
+    while True:
+        model(torch.ones(8)).sum().backward()
+        all_agree(True, config["world_size"])
+        optimizer.step()
+        ckpt.step({"step": ckpt.current_step + 1})
+        (folder / f"step-{rank}.tmp").write_text(str(ckpt.current_step))
+        (folder / f"step-{rank}.tmp").rename(folder / f"step-{rank}")
+        time.sleep(0.005)
+
+
+def sleep_with_sigterm(config: dict[str, Any]) -> None:
+    """Set the handler of SIGTERM without attaching anything, and wait."""
+    from raycheck.runtime import signals, worker
+
+    signals.install_sigterm(60.0, tell=worker.tell_notice)
+    Path(config["folder"], "ready").touch()
+    wait_for(str(Path(config["folder"], "never")))
+
+
 def end_in_error(config: dict[str, Any]) -> None:
     """Attach and raise."""
     raycheck.attach(model=torch.nn.Linear(2, 2))
