@@ -8,11 +8,9 @@ from typing import Literal
 
 from raycheck.cli.units import bytes_text
 from raycheck.core.interval_text import seconds_text
+from raycheck.state.memory import RESERVED_FRACTION
 
 Status = Literal["ok", "warning", "problem"]
-
-_RESERVED_FRACTION = 0.1
-"""As `state.memory.snapshot_budget_bytes` leaves free."""
 
 _STOP_WAIT_S = 3.0
 """How long "ray job stop" waits by default before it kills."""
@@ -149,7 +147,7 @@ def _memory(facts: MachineFacts, state_bytes: float) -> Finding:
     limit_bytes = facts.limit_left_bytes
     free_bytes = facts.available_bytes if limit_bytes is None else min(facts.available_bytes, limit_bytes)
     by = "" if limit_bytes is None or limit_bytes > facts.available_bytes else " below the memory limit"
-    room_bytes = free_bytes * (1 - _RESERVED_FRACTION)
+    room_bytes = free_bytes * (1 - RESERVED_FRACTION)
     text = f"{bytes_text(free_bytes)} are free{by}; snapshots may take {bytes_text(room_bytes)} of them"
     if room_bytes < state_bytes:
         return Finding(

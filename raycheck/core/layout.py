@@ -30,6 +30,9 @@ from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.sums import MAX_OBJECT_BYTES
 from raycheck.errors import CorruptCheckpointError
 
+VALUES = "values"
+"""The entry that holds a rank's plain values, as JSON padded with spaces."""
+
 ROOT = "raycheck"
 GENERATIONS = "generations"
 CHECKPOINTS = "checkpoints"

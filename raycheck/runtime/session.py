@@ -433,7 +433,6 @@ def _budget_bytes(context: WorkerContext, *, held_bytes: int) -> int:
     return snapshot_budget_bytes(
         read_node_memory(),
         num_ranks=context.local_world_size,
-        reserved_fraction=0.5,
         held_bytes=held_bytes,
     )
 

@@ -12,6 +12,9 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+RESERVED_FRACTION = 0.5
+"""Of the free memory, what snapshots leave for activations, data loading and the page cache."""
+
 _UNLIMITED_BYTES = 1 << 60
 """Control groups of version 1 say "no limit" with a number near the end of the range."""
 
@@ -34,7 +37,7 @@ class NodeMemory:
 
 
 def snapshot_budget_bytes(
-    memory: NodeMemory, *, num_ranks: int, reserved_fraction: float = 0.1, held_bytes: int = 0
+    memory: NodeMemory, *, num_ranks: int, reserved_fraction: float = RESERVED_FRACTION, held_bytes: int = 0
 ) -> int:
     """Return how much shared memory the arena of one rank may take.
 

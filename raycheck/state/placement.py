@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raycheck.core.layout import Chunk, ShardImage, shard_image
+from raycheck.core.layout import VALUES, Chunk, ShardImage, shard_image
 from raycheck.core.plan import TensorSpec, deal
 from raycheck.state.live import Acquaintance, Live
 from raycheck.state.spans import SMALL_BYTES, Addresses, as_addresses
-
-VALUES = "values"
-"""The entry that holds a rank's plain values, as JSON padded with spaces."""
 
 Indices = npt.NDArray[np.intp]
 

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raycheck.core.layout import Chunk, Entry, shard_image
+from raycheck.core.layout import VALUES, Chunk, Entry, shard_image
 from raycheck.core.plan import Piece, Read, TensorSpec, deal, plan_reads
 from raycheck.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from raycheck.state.codec import Codec
 from raycheck.state.rng import check_rng, restore_rng, seed_rng
 from raycheck.state.segment import Segment
 from raycheck.state.sharded import local_of, whole_piece
-from raycheck.state.snapshot import VALUES
 from raycheck.state.tree import SavedTensor, StateTree
 
 _BUCKET_BYTES = 32 << 20

@@ -32,7 +32,7 @@ from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
 from raycheck.state.device import Copier, Transfer
 from raycheck.state.live import UNTRACKED, Acquaintance, Live, versions_of
-from raycheck.state.placement import VALUES, Placement, Way
+from raycheck.state.placement import Placement, Way
 from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
@@ -553,4 +553,4 @@ def _with_room(values_bytes: int) -> int:
     return max(_MIN_VALUES_BYTES, 1 << (values_bytes - 1).bit_length())
 
 
-__all__ = ["VALUES", "Discarded", "Snapshot", "Snapshotter"]
+__all__ = ["Discarded", "Snapshot", "Snapshotter"]

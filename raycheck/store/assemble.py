@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raycheck.core.assembly import Placed, in_batches, whole_chunks
-from raycheck.core.layout import Entry, Manifest, checkpoint_prefix
+from raycheck.core.layout import VALUES, Entry, Manifest, checkpoint_prefix
 from raycheck.core.plan import plan_reads
 from raycheck.errors import CorruptCheckpointError
 from raycheck.store.download import download
 from raycheck.store.run import RunStore
 from raycheck.store.spans import Read
-
-VALUES = "values"
-"""The entry that holds a rank's plain values, as JSON padded with spaces."""
 
 _MAX_READS = 200_000
 """Of one batch: some 50 MB of plans."""
