@@ -328,6 +328,22 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     # The end of a process.
+    "M1": (
+        "SIGTERM to a worker: all ranks save one step, and Ray's handler ends it later",
+        [
+            "ray_jobs/test_sigterm.py::test_a_worker_that_is_told_to_end_saves_first",
+            "runtime/test_notices.py::test_sigterm_saves_and_ends_the_worker_later",
+            "runtime/test_notices.py::test_without_a_checkpointer_sigterm_ends_at_once",
+        ],
+    ),
+    "M2": (
+        "a notice is used at once, and again before the end",
+        [
+            "runtime/test_notices.py::test_one_checkpoint_at_once_and_one_that_is_durable_before_the_end",
+            "runtime/test_notices.py::test_a_spot_notice_saves_at_once_and_again_before_the_end",
+            "ray_jobs/test_elastic.py::test_growth_loses_no_step_and_a_drained_node_no_failure",
+        ],
+    ),
     "M3": (
         "what is under way at the end is stored, and errors come out as they were",
         [
@@ -374,7 +390,13 @@ CASES: dict[str, tuple[str, list[str]]] = {
             f"{NAMED}::test_o4_placeholders_are_no_checkpoints",
         ],
     ),
-    "O5": ("the store needs fsspec alone", [f"{STORE}::test_o5_the_store_needs_fsspec_alone"]),
+    "O5": (
+        "the store needs fsspec alone; what Ray Train is given lies in its run's folder",
+        [
+            f"{STORE}::test_o5_the_store_needs_fsspec_alone",
+            "ray_jobs/test_registration.py::test_ray_train_has_our_checkpoints_through_restart_and_resubmission",
+        ],
+    ),
     # What is read back.
     "P1": (
         "nothing that is read back runs",
@@ -395,10 +417,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 """For each case what is right, in a few words, and the tests that prove it."""
 
-OPEN = {
-    "M1": "no code yet: a save on SIGTERM, agreed between the ranks",
-    "M2": "no code yet: notices before a node is reclaimed, and a commit by the ranks that are left",
-}
+OPEN: dict[str, str] = {}
 """Cases of features that are not there."""
 
 PARTLY_OPEN = {
@@ -406,7 +425,9 @@ PARTLY_OPEN = {
     "G6": "the slow-down of steps is measured by the benchmarks, on the machine at hand",
     "I4": "an upload that a killed writer left is swept at a start; no command lists it",
     "M3": "the shutdown of an interpreter in the middle of an upload is the agent's death, tested as such",
-    "O5": "a checkpoint that is registered with Ray Train: no code yet",
+    "M1": "a long evaluation or compilation takes no step, so that nothing is saved before it ends",
+    "M2": "a rank that vanishes before its snapshot ends that attempt: survivors do not write its share",
+    "O5": "the oldest Ray that is supported has not been tried",
 }
 """Of a proven case, what is left to other tests or to features that are not there."""
 
