@@ -36,6 +36,7 @@ _HARMLESS: frozenset[EndReason] = frozenset(
 )
 
 _MIN_LEAD_STEPS = 2
+_NUM_SLOWEST = 8
 _MAX_LEAD_S = 10.0
 """A plan further ahead would only cost checkpoints; ranks that see nothing for so long have other troubles."""
 
@@ -186,6 +187,12 @@ class EndAttempt:
 
     bytes_per_rank: int = 0
     """Bytes of the largest of them."""
+
+    slowest_stalls: tuple[tuple[int, float], ...] = ()
+    """Ranks that were stalled longest, and for how many seconds; the longest first."""
+
+    slowest_persists: tuple[tuple[int, float], ...] = ()
+    """Likewise, of their persists."""
 
     has_commit_begun: bool = dataclasses.field(default=False, compare=False)
     """A manifest may exist: what is stored must stay, whatever came of the attempt."""
@@ -474,6 +481,8 @@ class CommitProtocol:
             persist_s=max((d.persist_s for d in attempt.durable.values()), default=0.0),
             num_bytes=sum(d.shard.num_bytes for d in attempt.durable.values()),
             bytes_per_rank=max((d.shard.num_bytes for d in attempt.durable.values()), default=0),
+            slowest_stalls=_slowest((s.rank, s.stall_s) for s in attempt.staged.values()),
+            slowest_persists=_slowest((d.shard.rank, d.persist_s) for d in attempt.durable.values()),
             has_commit_begun=attempt.is_committing,
         )
         actions: list[Action] = [ended]
@@ -579,6 +588,11 @@ class CommitProtocol:
         self._last_started_s = now_s
         self._is_asked = False
         return [Publish(plan)]
+
+
+def _slowest(seconds: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return rank and seconds of the slowest ranks; among equals the lower rank."""
+    return tuple(sorted(seconds, key=lambda each: (-each[1], each[0]))[:_NUM_SLOWEST])
 
 
 def _describe_places(staged: Iterable[Staged]) -> str:

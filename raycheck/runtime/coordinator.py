@@ -40,6 +40,9 @@ logger = logging.getLogger("raycheck")
 
 _TICK_S = 0.2
 
+_PROGRESS_EVERY_S = 60.0
+"""How often telemetry says how far the training is where no checkpoint does."""
+
 _TELEMETRY_EVERY_S = 10.0
 """How much telemetry a killed coordinator may lose, seconds."""
 
@@ -76,6 +79,10 @@ class Coordinator:
         self._generation: Generation | None = None
         self._has_begun = False
         self._last_step_seen_s: float | None = None
+        self._last_step = 0
+        """The newest step that rank 0 was seen at."""
+
+        self._progress_told_s = clock()
         self._restarting_since_s: float | None = None
         self._tuner = Tuner(settings)
         self._events = EventLog(run_store.store if settings.telemetry else None)
@@ -357,10 +364,19 @@ class Coordinator:
 
     def _observe_steps(self, message: messages.StepsMeasured) -> None:
         if message.records:
+            now_s = self._clock()
             if self._restarting_since_s is not None:
-                self._tuner.observe_restart(self._clock() - self._restarting_since_s)
+                restart_s = now_s - self._restarting_since_s
                 self._restarting_since_s = None
-            self._last_step_seen_s = self._clock()
+                self._tuner.observe_restart(restart_s)
+                self._reporter.resumed(
+                    self._generation_text(), step=message.step, last_step=self._last_step, restart_s=restart_s
+                )
+            self._last_step_seen_s, self._last_step = now_s, message.step
+            if now_s - self._progress_told_s >= _PROGRESS_EVERY_S:
+                self._progress_told_s = now_s
+                self._reporter.progress(self._generation_text(), message.step)
+                self._deletion.submit(self._events.flush_if_older_than, _TELEMETRY_EVERY_S)
         self._tuner.observe_steps(message.records)
         self._reporter.intervals(self._generation_text())
         if self._tuner.refusal is not None:

@@ -38,6 +38,14 @@ class Reporter:
             parent_accounts=parent_accounts,
         )
 
+    def resumed(self, generation: str, *, step: int, last_step: int, restart_s: float) -> None:
+        """Tell of the first step after a restart, and of the last one before it."""
+        self._events.record("resumed", generation, step=step, last_step=last_step, restart_s=restart_s)
+
+    def progress(self, generation: str, step: int) -> None:
+        """Tell how far the training is, for those who look after the coordinator has died."""
+        self._events.record("progress", generation, step=step, **self._tuner.status())
+
     def failed(self, generation: Generation, end: protocol.EndAttempt) -> None:
         """Tell of an attempt that came to nothing."""
         quiet = end.reason in ("superseded", "closing")
@@ -66,7 +74,6 @@ class Reporter:
         self._events.record(
             "checkpoint",
             str(generation.id),
-            num_bytes=end.num_bytes,
             accounts=generation.accounts_of(end.plan.id),
             **_facts(end),
             **self._tuner.status(),
@@ -79,4 +86,7 @@ def _facts(end: protocol.EndAttempt) -> dict[str, Any]:
         "plan_id": end.plan.id,
         "stall_s": end.stall_s,
         "persist_s": end.persist_s,
+        "num_bytes": end.num_bytes,
+        "rank_stalls_s": end.slowest_stalls,
+        "rank_persists_s": end.slowest_persists,
     }
