@@ -86,6 +86,8 @@ class Grace:
     def is_due(self, now_s: float, *, persist_s: float, step_s: float) -> bool:
         """Return whether to ask for a checkpoint now; each of the two is asked for once.
 
+        Where nobody could ask in time, the last one comes late: the end may do so as well.
+
         Args:
             now_s: The time.
             persist_s: As in `last_start_s`.
@@ -96,7 +98,7 @@ class Grace:
         if self._first_asked_s is None:
             self._first_asked_s = now_s
             return True
-        if self.deadline_s is None or self._is_last_asked or now_s > self.deadline_s:
+        if self.deadline_s is None or self._is_last_asked:
             return False
         start_s = last_start_s(self.deadline_s, persist_s=persist_s, step_s=step_s, lead_s=self._lead_s)
         if now_s < start_s:

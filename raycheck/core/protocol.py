@@ -188,10 +188,10 @@ class EndAttempt:
     bytes_per_rank: int = 0
     """Bytes of the largest of them."""
 
-    slowest_stalls: tuple[tuple[int, float], ...] = ()
+    slowest_stalls: tuple[tuple[int, float], ...] = dataclasses.field(default=(), compare=False)
     """Ranks that were stalled longest, and for how many seconds; the longest first."""
 
-    slowest_persists: tuple[tuple[int, float], ...] = ()
+    slowest_persists: tuple[tuple[int, float], ...] = dataclasses.field(default=(), compare=False)
     """Likewise, of their persists."""
 
     has_commit_begun: bool = dataclasses.field(default=False, compare=False)

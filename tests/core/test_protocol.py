@@ -103,6 +103,18 @@ def test_a_bad_verdict_on_what_is_durable_ends_the_attempt():
     assert (end.reason, end.num_bytes, end.has_commit_begun) == ("failed", 200, False)
 
 
+def test_the_slowest_ranks_are_named():
+    """The longest first, eight at most: what people look for in a large job."""
+    run = Driver(world_size=10)
+    plan = run.published()
+    ranks = range(10)
+    run.stage(plan, ranks=ranks, digests="x" * 10)
+    run.persist(plan, ranks=ranks)
+    (end,) = [a for a in run(p.CommitEnded(plan.id)) if isinstance(a, p.EndAttempt)]
+    assert end.slowest_stalls == tuple((r, pytest.approx(0.01 * (r + 1))) for r in range(9, 1, -1))
+    assert end.slowest_persists == tuple((r, 1.0 + r) for r in range(9, 1, -1))
+
+
 def test_repeated_and_late_events_change_nothing():
     """At-least-once delivery: no second commit, no revival of an ended attempt."""
     run = Driver()
