@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray_jobs" else name))
     # The longest group first, so that the others fill the time beside it.
     items.sort(key=lambda item: item.path.parent.name != "ray_jobs")
+
+
 _GRPC_OFFSET = 10_000  # each SeaweedFS service also listens this far above its port
 
 

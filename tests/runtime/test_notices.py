@@ -229,7 +229,7 @@ def test_a_spot_notice_saves_at_once_and_again_before_the_end(cluster, training,
         (first,) = cluster.committed_steps()
         wait_until(lambda: min(steps(tmp_path)) > first + 10, "training beyond it")
         assert cluster.committed_steps() == [first], "the second is not due for minutes"
-        clock.ahead_s = 590.0
+        clock.ahead_s = 650.0
         wait_until(lambda: len(cluster.committed_steps()) == 2, "another checkpoint")
     finally:
         watcher.close()
