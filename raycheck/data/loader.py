@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
-from raycheck.core.cursor import Cursor, Order, Remainder, Rest, batch_seed, check_int, refuse
+from raycheck.core.cursor import Cursor, Order, Remainder, Rest, batch_seed, batch_seed_in, check_int, refuse
 from raycheck.data.given import GivenOrder, check_alone
 from raycheck.data.sampler import Counting, ElasticBatchSampler
 from raycheck.errors import ConfigError
@@ -277,9 +277,9 @@ class _LoaderPosition(ElasticBatchSampler):
             for _, items in self._produce():
                 yield items
             return
-        cursor = self._rest.cursor
+        epoch_seed = batch_seed(self._rest.cursor.seed, self._rest.cursor.epoch, 0)
         for start, items in self._produce():
-            yield _SeededBatch(items, cursor.seed, cursor.epoch, start)
+            yield _SeededBatch(items, epoch_seed, start)
 
     @property
     def _shown(self) -> Rest:
@@ -338,8 +338,8 @@ class _SeededBatch:
         return _open_batch, self._parts
 
 
-def _open_batch(items: list[int], seed: int, epoch: int, start: int) -> list[int]:
-    drawn = batch_seed(seed, epoch, start)
+def _open_batch(items: list[int], epoch_seed: int, start: int) -> list[int]:
+    drawn = batch_seed_in(epoch_seed, start)
     random.seed(drawn)
     np.random.seed(drawn % 2**32)
     # Not torch.manual_seed, which also queues seeds for devices that a worker does not use.
