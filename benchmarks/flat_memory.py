@@ -57,9 +57,22 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 def use_of(process: psutil.Process) -> tuple[int, int, int]:
     """Return private memory in bytes with the shared part counted once, descriptors and threads."""
+    # Not the resident size, nor a share of it: both move with what other processes map of the same files.
     with open(f"/proc/{process.pid}/smaps_rollup") as file:
-        pss_bytes = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
-    return pss_bytes, process.num_fds(), process.num_threads()
+        own_bytes = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+    return own_bytes + segment_bytes(process), process.num_fds(), process.num_threads()
+
+
+def segment_bytes(process: psutil.Process) -> int:
+    """Return the shared memory that a process holds by its descriptors, each segment once."""
+    held = {}
+    for path in Path(f"/proc/{process.pid}/fd").iterdir():
+        try:
+            if os.readlink(path).startswith("/memfd:raycheck"):
+                held[os.stat(path).st_ino] = os.stat(path).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return sum(held.values())
 
 
 def main() -> None:
