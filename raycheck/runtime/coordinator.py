@@ -305,10 +305,14 @@ class Coordinator:
             if taken_up is None:
                 return
             self._registration.begin()
+            rate = starting.claimed_failure_rate(
+                self._run_store, delivery.generation, self._tuner.failure_rate
+            )
         except StorageError as error:
             logger.warning("the coordinator restarted and cannot read the store yet: %s", error)
             return
         generation, found = taken_up
+        self._tuner.remember(rate)
         self._has_begun = True
         self._keeping.begin(found.usable)
         self._nodes = {delivery.node}

@@ -117,6 +117,17 @@ def recall_failure_rate(run_store: RunStore, otherwise: FailureRate) -> FailureR
         return otherwise
 
 
+def claimed_failure_rate(
+    run_store: RunStore, generation: GenerationId, otherwise: FailureRate
+) -> FailureRate:
+    """Return what was known of failures when a generation made its claim."""
+    try:
+        return FailureRate.from_dict(run_store.claim_facts(generation)["failure_rate"])
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("the failure rate of %s cannot be read and starts anew: %s", generation, error)
+        return otherwise
+
+
 def take_up(
     run_store: RunStore, delivery: messages.Delivery, settings: Settings
 ) -> tuple[Generation, Found] | None:

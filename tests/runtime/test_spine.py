@@ -365,7 +365,26 @@ def test_failures_are_remembered_across_jobs(make_cluster, tmp_path):
         for claim in cluster.run_store.claims()
     ]
     assert facts == [{}, {"worker": 1}, {"worker": 1}]
-    assert cluster.run_store.end_facts(cluster.run_store.claims()[-1])["failure_rate"]["gpu_days"] > 0
+    # The ranks are told that all is done while it is being written.
+    last = cluster.run_store.claims()[-1]
+    end = wait_until(lambda: cluster.run_store.end_facts(last), "the end to be noted")
+    assert end["failure_rate"]["gpu_days"] > 0
+
+
+def test_a_coordinator_that_restarts_remembers_failures(make_cluster, tmp_path):
+    """Those of its predecessor are in the claim of the generation that it takes up."""
+    cluster = make_cluster()
+    config = pausing(tmp_path, 15)
+    first = cluster.start(jobs.train, config, world_size=1)
+    wait_until(reached(tmp_path, [0]), "step 15")
+    first.kill_all()
+    second = cluster.start(jobs.train, {**config, "pause_file": str(tmp_path / "again")}, world_size=1)
+    wait_until((tmp_path / "again.reached0").exists, "step 15 again")
+    cluster.replace_coordinator()
+    wait_until(lambda: cluster.status()["generation"], "the new coordinator to take the generation up")
+    second.kill_all()
+    third = cluster.start(jobs.train, {"steps": 20}, world_size=1)
+    assert cluster.run_store.claim_facts(third.id)["failure_rate"]["failures"] == {"worker": 2}
 
 
 def test_limits_that_conflict_stop_a_run_that_asked_for_it(make_cluster):
