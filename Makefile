@@ -25,7 +25,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=15
+	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=15
 
 clean:
 	rm -rf $(VENV) raycheck-demo

@@ -22,6 +22,7 @@ import hypothesis
 import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from xdist.scheduler import LoadScopeScheduling
 
 # No test depends on speed: machines are shared.
 hypothesis.settings.register_profile(
@@ -32,13 +33,21 @@ hypothesis.settings.load_profile("raycheck")
 _START_S = 30.0
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+class _ByFile(LoadScopeScheduling):
+    """Gives each process of ``pytest -n`` whole files, and all of Ray's tests to one: they share a head node."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "ray" if "ray_jobs/" in path else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+    """Say how tests are dealt."""
+    return _ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each process of ``pytest -n`` whole files, and all of Ray's tests to one: they share a head node."""
-    for item in items:
-        folder, name = item.path.parent.name, str(item.path)
-        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray_jobs" else name))
-    # The longest group first, so that the others fill the time beside it.
+    """Begin with the longest group, so that the others fill the time beside it."""
     items.sort(key=lambda item: item.path.parent.name != "ray_jobs")
 
 
