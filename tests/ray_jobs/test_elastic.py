@@ -1,5 +1,6 @@
 """Nodes that come, are drained and die, under a job that takes what there is."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Node:
             family = [psutil.Process(self.process.pid)]
             family += family[0].children(recursive=True)
             for process in family:
-                if process.is_running():
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(family, timeout=20)
         self.process.wait()
@@ -136,6 +137,8 @@ def test_growth_loses_no_step_and_a_drained_node_no_failure(connected, make_node
     ray.get(running, timeout=WAIT_S)
     rates = [run.claim_facts(claim)["failure_rate"]["failures"] for claim in run.claims()]
     assert rates == [{}, {}, {"preempted": 1}], "a resize is none, and this loss had been announced"
-    (notice,) = [event for event in read_events(run.store) if event["kind"] == "notice"]
-    assert notice["facts"]["source"] == "drain"
-    assert 0 < notice["facts"]["seconds_left"] <= 30
+    # One, or on a busy machine another when the first had been long on its way: the end seems nearer then.
+    told = [event["facts"] for event in read_events(run.store) if event["kind"] == "notice"]
+    assert told
+    assert {each["source"] for each in told} == {"drain"}
+    assert all(0 < each["seconds_left"] <= 30 for each in told)
