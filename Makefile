@@ -2,8 +2,8 @@
 PYTHON ?= python3
 # The CPU build. An unpinned torch takes a CUDA build of several GB.
 TORCH ?= torch==2.13.0
-# Processes that run tests. One of them has all that need Ray.
-JOBS ?= 2
+# Processes that run tests; one of them has all that need Ray. More than one on two cores disturbs those.
+JOBS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 
