@@ -426,7 +426,7 @@ PARTLY_OPEN = {
     "I4": "an upload that a killed writer left is swept at a start; no command lists it",
     "M3": "the shutdown of an interpreter in the middle of an upload is the agent's death, tested as such",
     "M1": "a long evaluation or compilation takes no step, so that nothing is saved before it ends",
-    "M2": "the drain of a real node is a test of its own (RAYCHECK_NODE_TESTS=1); a rank that vanishes before its snapshot ends that attempt: survivors do not write its share",
+    "M2": "survivors do not write the share of a rank that vanishes; a real node's drain is tested on demand",
     "O5": "the oldest Ray that is supported has not been tried",
 }
 """Of a proven case, what is left to other tests or to features that are not there."""
