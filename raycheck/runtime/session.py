@@ -293,7 +293,9 @@ class Session:
         page = self._segment.page
         # The coordinator takes it back in time, unless it is gone.
         deadline_s = time.monotonic() + _HOLD_AT_MOST_S
-        while page.hold_step and self._halt is None and time.monotonic() < deadline_s:
+        # Read anew each time: an order that is taken back may be followed at once by one for a later
+        # step, which is reached only by going on.
+        while 0 < page.hold_step <= self.step_number and self._halt is None and time.monotonic() < deadline_s:
             self._snapshot_here()
             self._read_mail()
         self._last_end_s = time.perf_counter()

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import random
 import stat
 import threading
 import time
@@ -33,6 +34,8 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a larger file than this process or file system allows (ulimit -f)",
 }
+
+_RETRY_MISSING_S = 10.0
 
 PARTIAL_FOLDER = ".raycheck-partial"
 """Files under way, below the root: on the same file system, and no listing shows them."""
@@ -160,6 +163,7 @@ class LocalUpload:
         self._lock = threading.Lock()
         self._is_open = True
         self._written_out_bytes = 0
+        self._unsynced: dict[str, None] = {}
         try:
             reserve(self._descriptor, size_bytes)
         except OSError as error:
@@ -192,11 +196,15 @@ class LocalUpload:
 
     def _publish(self) -> None:
         folder = os.path.dirname(self._path)
-        make_folders(folder)
+        # Nothing is synced before the file is there: a delete elsewhere removes folders that are empty,
+        # and finds hardly one between its creation and the rename.
+        for made in create_folders(folder):
+            self._unsynced[os.path.dirname(made)] = None
         # A second call, after a first one that got this far, finds the work done.
         if os.path.exists(self._temporary):
             os.replace(self._temporary, self._path)
-        sync_folder(folder)
+        for changed in (*self._unsynced, folder):
+            sync_folder(changed)
 
     def abort(self) -> None:
         """Leave nothing behind."""
@@ -248,22 +256,33 @@ def begin_write_out(descriptor: int, offset: int, num_bytes: int) -> None:
 
 def _retry_missing(action: Callable[[], None]) -> None:
     """Run ``action`` again if a folder vanished under it: a delete elsewhere removes folders it empties."""
-    for _ in range(20):
-        with contextlib.suppress(FileNotFoundError):
+    end_s = time.monotonic() + _RETRY_MISSING_S
+    while True:
+        try:
             return action()
-    return action()
+        except FileNotFoundError:
+            if time.monotonic() > end_s:
+                raise
+        # Out of step with whoever deletes.
+        time.sleep(random.uniform(0, 0.002))
 
 
 def make_folders(path: str) -> None:
     """Create a folder and its parents; each new name is durable on return."""
-    missing = []
+    for folder in create_folders(path):
+        sync_folder(os.path.dirname(folder))
+
+
+def create_folders(path: str) -> list[str]:
+    """Create a folder and its parents; return those that were missing, the outermost first."""
+    missing: list[str] = []
     while not os.path.isdir(path):
-        missing.append(path)
+        missing.insert(0, path)
         path = os.path.dirname(path)
-    for folder in reversed(missing):
+    for folder in missing:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
-        sync_folder(os.path.dirname(folder))
+    return missing
 
 
 def sync_folder(path: str) -> None:

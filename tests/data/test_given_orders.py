@@ -166,14 +166,11 @@ def test_whole_batches_are_dealt_once(sizes, stops):
             )
             if state is not None:
                 loader.load_state_dict(state)
-            if state is not None and loader.cursor.consumed == len(sizes):
-                continue
-            for batch in loader:
+            for number, batch in enumerate(loader, 1):
                 assert batch.tolist() in batches
                 if not loader.num_padded:
                     used.append(batch.tolist())
-                num_batches -= rank == 0
-                if loader.cursor.consumed >= len(sizes) or num_batches <= 0:
+                if number == num_batches or loader.cursor.consumed >= len(sizes):
                     break
             num_taken = loader.state_dict()
         state = num_taken

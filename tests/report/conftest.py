@@ -64,9 +64,12 @@ def page_of():
     return lambda path: Page(path.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """A real Chromium that finds nothing outside this machine."""
+    """A real Chromium that finds nothing outside this machine.
+
+    Not for the whole session: its loop runs in this thread, which then can run no other.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if path is None:

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycheck.core.notice import COMMIT_S, PERSIST_ROOM, Grace, Notice, last_start_s
+from raycheck.core.page import Plan
+from raycheck.runtime import messages
 from raycheck.runtime.notices import DrainSource, Ec2Source, NoticeWatcher, sources_of_this_machine
 from tests.runtime import jobs
 from tests.runtime.harness import LocalCluster, wait_until
@@ -290,3 +292,23 @@ def test_ranks_that_are_not_stopped_go_on(cluster, training, tmp_path):
     before = max(steps(tmp_path))
     assert cluster.coordinator.save_and_hold(0.01) is None
     wait_until(lambda: min(steps(tmp_path)) > before + 300, "many more steps")
+
+
+def test_an_order_to_stand_still_that_moves_on_is_followed(cluster, training, tmp_path):
+    """Taken back and given for a later step while a rank waits: it may never see that it was taken back."""
+    tell = cluster.coordinator._tell_all
+    tell(messages.PublishPlan(Plan(0, 1), is_held=True))
+    wait_until(lambda: stands_still(tmp_path), "ranks that stand still")
+    last = max(steps(tmp_path)) + 50
+    tell(messages.PublishPlan(Plan(0, last), is_held=True))
+    wait_until(lambda: min(steps(tmp_path)) >= last - 1 and stands_still(tmp_path), "the later step")
+    assert max(steps(tmp_path)) <= last
+    tell(messages.ReleaseTraining())
+    wait_until(lambda: min(steps(tmp_path)) > last, "training that goes on")
+
+
+def stands_still(folder):
+    """Whether no step ends within the time of many."""
+    before = steps(folder)
+    time.sleep(0.3)  # long for a step, which takes 6 ms; too short a look only looks again
+    return steps(folder) == before
