@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from raycheck.runtime import messages
 from raycheck.runtime.agent import Agent, Limits
 from raycheck.runtime.coordinator import Coordinator
 from raycheck.runtime.notices import DrainSource, NoticeWatcher, sources_of_this_machine
+from raycheck.runtime.outbox import Outbox
 from raycheck.runtime.registration import Offer
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
@@ -48,7 +50,10 @@ class CoordinatorActor:
 
     def __init__(self, store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> None:
         _configure_logging()
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, tuple[str, Outbox]] = {}
+        """By node: which actor it is, and its orders."""
+
+        self._agents_lock = threading.Lock()
         self._coordinator = Coordinator(
             run_store=RunStore(Store(store_url, store_options)), settings=settings, send=self._send
         )
@@ -64,14 +69,15 @@ class CoordinatorActor:
         self, agents: dict[str, Any], world_size: int, *, has_lost_agents: bool, failure: FailureKind | None
     ) -> GenerationId:
         """See `Coordinator.begin_generation`; ``agents`` are handles by node."""
-        self._agents = {**self._agents, **agents}
+        for node, agent in agents.items():
+            self._know(node, agent)
         return self._coordinator.begin_generation(
             set(agents), world_size, has_lost_agents=has_lost_agents, failure=failure
         )
 
     def receive(self, delivery: messages.Delivery, agent: Any) -> bool:
         """See `Coordinator.receive`; ``agent`` is the sender's handle."""
-        self._agents[delivery.node] = agent
+        self._know(delivery.node, agent)
         return self._coordinator.receive(delivery)
 
     def status(self) -> dict[str, Any]:
@@ -98,10 +104,16 @@ class CoordinatorActor:
         """See `Coordinator.close`."""
         self._coordinator.close()
 
+    def _know(self, node: str, agent: Any) -> None:
+        actor_id = agent._actor_id.hex()
+        with self._agents_lock:
+            if node not in self._agents or self._agents[node][0] != actor_id:
+                self._agents[node] = actor_id, Outbox(lambda orders: agent.obey.remote(orders).future())
+
     def _send(self, node: str, order: messages.Order) -> None:
-        agent = self._agents.get(node)
-        if agent is not None:
-            agent.obey.remote(order)
+        known = self._agents.get(node)
+        if known is not None:
+            known[1].put(order)
 
 
 class AgentActor:
@@ -131,9 +143,14 @@ class AgentActor:
         )
         self._watcher = NoticeWatcher(sources_of_this_machine(), self._agent.hear)
 
-    def obey(self, order: messages.Order) -> None:
+    def obey(self, orders: Sequence[messages.Order]) -> None:
         """See `Agent.obey`."""
-        self._agent.obey(order)
+        for order in orders:
+            try:
+                self._agent.obey(order)
+            except Exception:
+                # Those after it are waited for.
+                logger.exception("the agent failed on %s and goes on", type(order).__name__)
 
     def status(self) -> dict[str, Any]:
         """See `Agent.status`."""

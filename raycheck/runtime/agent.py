@@ -133,6 +133,9 @@ class Agent:
             match order:
                 case messages.PublishPlan(plan, is_held):
                     for worker in workers:
+                        if plan.id < worker.page.plan.id:
+                            # Of a coordinator that is gone: ids only rise.
+                            continue
                         if is_held:
                             worker.page.hold_step = plan.step
                         worker.page.plan = plan

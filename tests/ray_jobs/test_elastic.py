@@ -85,10 +85,6 @@ def wait_for_steps(folder, world_size, number=1):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    "RAYCHECK_NODE_TESTS" not in os.environ,
-    reason="starts and kills Ray nodes, which takes a machine with nothing else on it: set RAYCHECK_NODE_TESTS=1",
-)
 def test_growth_loses_no_step_and_a_drained_node_no_failure(connected, make_node, tmp_path):
     """1 worker, then 2 without a step taken twice; then Ray drains a node, which dies: saved before, by notice."""
     make_node()
