@@ -23,15 +23,16 @@ class Writer:
 
     def __init__(self, run_store: RunStore) -> None:
         self._run_store = run_store
+        self._patient_store = run_store.patient()
         self._last_layout: tuple[tuple[Entry, ...], str] | None = None
 
     def record(self, generation: Generation, parent: CheckpointRef | None) -> None:
-        """Write what a generation has restored.
+        """Write what a generation has restored. Waits for a store that does not answer.
 
         Raises:
             StorageError: If it could not be written; the generation may then commit nothing.
         """
-        self._run_store.write_record(
+        self._patient_store.write_record(
             lineage.record_for(
                 generation.id, world_size=generation.world_size, parent=parent, tip_record=generation.tip
             )

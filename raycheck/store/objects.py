@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -25,8 +26,13 @@ from raycheck.store.s3 import S3Backend
 T = TypeVar("T")
 Connect = Callable[[Location, Mapping[str, Any]], Backend]
 
+logger = logging.getLogger("raycheck")
+
 PROBE_BUDGET_S = 8.0
 """Retries of a probe: with the timeouts of the client it fails within about 15 s."""
+
+_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
+"""When people hear of calls that are tried again and again."""
 
 PROBE_FOLDER = "raycheck-probe"
 
@@ -88,9 +94,14 @@ class Store:
         self._sleep = sleep
         self.num_retries = 0
         self.num_refreshes = 0
+        self._told_s = float("-inf")
         self._pid = -1
         self._lock = threading.Lock()
         self._backend: Backend | None = None
+
+    def with_retry(self, retry: RetryPolicy) -> Store:
+        """Return the same objects, asked for with another policy."""
+        return Store(self.url, self._options, retry=retry, connect=self._connect, sleep=self._sleep)
 
     @property
     def url(self) -> str:
@@ -271,7 +282,11 @@ class Store:
                 sleep=sleep or self._sleep,
                 clock=time.monotonic,
                 random=random.random,
-                on_retry=self._count_retry,
+                on_retry=lambda verdict, error, elapsed_s: self._note_retry(
+                    verdict,
+                    elapsed_s,
+                    lambda: to_storage_error(error, operation=operation, url=self.url, key=key),
+                ),
             )
         except Exception as error:
             mapped = to_storage_error(error, operation=operation, url=self.url, key=key)
@@ -290,10 +305,16 @@ class Store:
                 self._backend = self._connect(self.location, self._options)
             return self._backend
 
-    def _count_retry(self, verdict: Verdict) -> None:
+    def _note_retry(self, verdict: Verdict, elapsed_s: float, describe: Callable[[], Exception]) -> None:
+        now_s = time.monotonic()
         with self._lock:
             self.num_retries += 1
             self.num_refreshes += verdict is Verdict.REFRESH
+            is_told = elapsed_s < _TELL_AFTER_S or now_s - self._told_s < _TELL_EVERY_S
+            if not is_told:
+                self._told_s = now_s
+        if not is_told:
+            logger.warning("no answer for %.0f s, tried again: %s", elapsed_s, describe())
 
     def _page(self, folder: str, token: str | None, *, recursive: bool) -> Any:
         # Retried page by page: a long listing would else hardly ever succeed as a whole.

@@ -52,6 +52,10 @@ class RetryPolicy:
         return wait_s if elapsed_s + wait_s <= self.budget_s else None
 
 
+PATIENT = RetryPolicy(budget_s=1800.0)
+"""For the start of workers that have trained before: ending would lose what waiting does not."""
+
+
 def run_with_retries(
     attempt: Callable[[], T],
     *,
@@ -61,7 +65,7 @@ def run_with_retries(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
     random: Callable[[], float],
-    on_retry: Callable[[Verdict], None],
+    on_retry: Callable[[Verdict, Exception, float], None],
 ) -> T:
     """Return ``attempt()``, tried again as ``policy`` and ``judge`` say.
 
@@ -86,7 +90,7 @@ def run_with_retries(
             wait_s = policy.delay_s(num_failures=num_failures, elapsed_s=clock() - failed_s, jitter=random())
             if verdict is Verdict.GIVE_UP or wait_s is None or num_refreshes > policy.max_refreshes:
                 raise
-        on_retry(verdict)
+            on_retry(verdict, error, clock() - failed_s)
         sleep(wait_s)
         if verdict is Verdict.REFRESH:
             refresh()

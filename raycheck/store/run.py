@@ -23,6 +23,7 @@ from raycheck.core.lineage import CheckpointRef, GenerationId, GenerationRecord
 from raycheck.core.sums import ChunkSums
 from raycheck.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from raycheck.store.objects import Store
+from raycheck.store.retry import PATIENT
 from raycheck.store.tables import iter_rows
 
 logger = logging.getLogger("raycheck")
@@ -48,6 +49,10 @@ class RunStore:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+
+    def patient(self) -> RunStore:
+        """Return the same records, with calls that wait for a store that does not answer: see `PATIENT`."""
+        return RunStore(self.store.with_retry(PATIENT))
 
     def claims(self) -> list[GenerationId]:
         """Return all claims, freshly listed."""

@@ -229,6 +229,23 @@ def test_a_record_that_may_not_be_written_ends_the_start_and_not_the_run(s3_run,
     restart(cluster, expected)
 
 
+def test_a_restart_waits_for_a_store_that_does_not_answer(s3_run, proxy, expected):
+    """For longer than any other call is tried; then it goes on from what was acknowledged."""
+    cluster = s3_run(retry_s=0.3)
+    cluster.end_group()
+    trouble = proxy.plan(Refuse(503, "SlowDown", "list", "get", "put", "head", times=None))
+    beginning = threading.Thread(target=cluster.begin)
+    beginning.start()
+    wait_until(lambda: trouble.num_fired >= 6, "calls that are tried again")
+    assert beginning.is_alive()
+    proxy.lift(trouble)
+    beginning.join(120)
+    step, state = cluster.restored()
+    assert step >= cluster.newest_ack()
+    assert state == expected[cluster.width].at(step)
+    assert cluster.run_store.store.num_retries == 0, "others are not that patient"
+
+
 class TestFullDisk:
     def test_a_full_file_system_lets_training_go_on(self, run, small_disk, expected):
         """Softly, with needed and free bytes, leaving nothing behind; with space again the next one counts."""

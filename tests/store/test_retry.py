@@ -43,7 +43,7 @@ def run(attempt, policy, clock, verdict=Verdict.RETRY, refresh=lambda: None, jit
         sleep=clock.sleep,
         clock=lambda: clock.now_s,
         random=lambda: jitter,
-        on_retry=lambda verdict: None,
+        on_retry=lambda verdict, error, elapsed_s: None,
     )
 
 
