@@ -65,6 +65,8 @@ def ray_node(s3_server):
         # As docs/ray_train.md advises.
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        # Ray's 15 leaves its workers with next to nothing on a machine that is shared.
+        "RAY_worker_niceness": "0",
         # Its controller looks at the workers every two seconds, and ends a run no sooner.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     }

@@ -1,12 +1,5 @@
 """Nodes that come, are drained and die, under a job that takes what there is."""
 
-import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import psutil
 import pytest
 import ray
 
@@ -15,46 +8,10 @@ from raycheck.observe.events import read_events
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 from tests.ray_jobs import jobs
+from tests.ray_jobs.nodes import Node, drain
 from tests.runtime.harness import wait_until
 
 WAIT_S = 240
-
-
-class Node:
-    """A further node of the tests' cluster, with one place for a worker."""
-
-    def __init__(self, address, folder):
-        before = {node["NodeID"] for node in ray.nodes()}
-        self.log = Path(folder, f"node-{len(before)}.log").open("wb")  # noqa: SIM115  as long as it lives
-        self.process = subprocess.Popen(
-            [
-                ray_program(), "start", f"--address={address}", "--block", "--num-cpus=1", "--num-gpus=0",
-                '--resources={"place": 1}', "--object-store-memory=100000000", "--disable-usage-stats",
-            ],
-            stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        wait_until(lambda: alive() - before, "a further node", WAIT_S)
-        (self.id,) = alive() - before
-
-    def kill(self):
-        """SIGKILL all of its processes at once."""
-        if self.process.poll() is None:
-            family = [psutil.Process(self.process.pid)]
-            family += family[0].children(recursive=True)
-            for process in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(family, timeout=20)
-        self.process.wait()
-        self.log.close()
-
-
-def ray_program():
-    return str(Path(sys.executable).with_name("ray"))
-
-
-def alive():
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 @pytest.fixture
@@ -119,13 +76,7 @@ def test_growth_loses_no_step_and_a_drained_node_no_failure(connected, make_node
     assert together[0] == alone[-1], "the resize goes on at the very step that was taken last"
 
     before = {ref.step for ref in run.attempts() if run.is_committed(ref)}
-    subprocess.run(
-        [
-            ray_program(), "drain-node", f"--address={connected}", f"--node-id={second.id}",
-            "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=30",
-        ],
-        env=os.environ, check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    drain(connected, second, deadline_s=30)
     wait_until(
         lambda: {r.step for r in run.attempts() if run.is_committed(r)} - before, "a checkpoint", WAIT_S
     )
