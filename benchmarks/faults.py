@@ -109,7 +109,7 @@ def run_plain(options: argparse.Namespace, num_done: int, end_s: float) -> None:
             rng = random.Random(f"{options.seed} {num_done} {turn}")
             storage = _STORAGES[turn % len(_STORAGES)]
             if time.monotonic() > end_s or not run_one(
-                storage, draw(storage, rng), expected, options.log, end_s, left
+                storage, rng.choice([1, 2]), draw(storage, rng), expected, options.log, end_s, left
             ):
                 return
 
@@ -154,6 +154,7 @@ def draw(storage: str, rng: random.Random) -> list[tuple[str, str]]:
 
 def run_one(
     storage: str,
+    max_in_flight: int,
     pairs: list[tuple[str, str]],
     expected: dict[int, Expected],
     log: Path,
@@ -163,7 +164,7 @@ def run_one(
     """Inflict these faults on one run; return whether there may be more."""
     folder = Path(tempfile.mkdtemp(prefix="raycheck-faults-"))
     is_well, goes_on = True, True
-    with cluster_on(storage, folder) as cluster:
+    with cluster_on(storage, folder, max_in_flight) as cluster:
         campaign = Campaign(cluster, expected[cluster.width])
         for point, kind in pairs:
             goes_on = time.monotonic() < end_s and left.take()
@@ -171,6 +172,7 @@ def run_one(
                 break
             began_s = time.monotonic()
             facts = {"point": point, "kind": kind, "storage": storage, "is_ray": False}
+            facts["max_in_flight"] = max_in_flight
             try:
                 facts |= vars(campaign.inflict(point, kind))
             except Exception as error:  # noqa: BLE001  whatever it was, it is a finding
@@ -205,10 +207,11 @@ def commit() -> str:
 
 
 @contextlib.contextmanager
-def cluster_on(storage: str, folder: Path) -> Iterator[ChaosCluster]:
+def cluster_on(storage: str, folder: Path, max_in_flight: int) -> Iterator[ChaosCluster]:
     """Yield a run on a local folder, or on an S3 server of its own behind a proxy."""
     with contextlib.ExitStack() as stack:
         fields: dict[str, object] = {"width": WIDE if storage == "s3 in parts" else NARROW, "step_s": 0.05}
+        fields["max_in_flight"] = max_in_flight
         if storage == "local":
             cluster = ChaosCluster(str(folder / "run"), None, folder, **fields)
         else:

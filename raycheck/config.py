@@ -17,19 +17,28 @@ OnConflict = Literal["bound", "recovery_point", "error"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a user may choose. Every field has a default that suits most runs."""
+    """What a user may choose. Every field has a default that suits most runs.
+
+    Frozen, and checked when it is made: a wrong value ends the run before its
+    first step. The interval is reckoned as ``docs/interval.md`` has it.
+
+    Raises:
+        ConfigError: If a field is wrong; names field, value and what it must be.
+    """
 
     max_overhead: float = 0.035
-    """Bound on the training time that checkpoints may cost, as a fraction of it, in (0, 1)."""
+    """Bound on the training time that checkpoints may cost, as a fraction of it, in (0, 1). The default is
+    the bound that CheckFreq (Mohan et al., FAST 2021) was evaluated with."""
 
     recovery_point_s: float | None = None
-    """Training time in seconds that a failure may cost at most. None: no such limit."""
+    """Training time in seconds that a failure may cost at most, once there is a first checkpoint: interval
+    plus persist. What gives way to what is in ``on_conflict``. None: no such limit."""
 
     min_interval_s: float | None = None
-    """Never checkpoint more often than this, in seconds. None: no limit."""
+    """Never checkpoint more often than this, in seconds of training. None: no limit."""
 
     max_interval_s: float | None = None
-    """Never checkpoint less often than this, in seconds. None: no limit."""
+    """Never checkpoint less often than this, in seconds of training. None: no limit."""
 
     interval_steps: int | None = None
     """A fixed interval in steps; switches tuning off. None: the interval is chosen online."""
@@ -43,10 +52,12 @@ class Settings:
     """Seconds from a failure to the first new step. None: measured from this run's own restarts."""
 
     on_conflict: OnConflict = "bound"
-    """What wins when ``max_overhead`` and ``recovery_point_s`` cannot both hold. "error": refuse at start."""
+    """What wins when ``max_overhead`` and ``recovery_point_s`` cannot both hold. "error": refuse the run
+    once its first checkpoint has shown what one costs."""
 
     resume: int | Literal["auto", "fresh"] = "auto"
-    """"auto": newest usable checkpoint. "fresh": start at step 0. A number: exactly that step."""
+    """"auto": newest usable checkpoint. "fresh": start at step 0. A number: exactly that step, or an
+    error; what is newer is left behind."""
 
     keep_last: int = 3
     """How many checkpoints of this run to keep, at least 1."""
@@ -67,7 +78,8 @@ class Settings:
     ``CheckpointConfig(num_to_keep=...)`` limits how many Ray keeps, otherwise only the last."""
 
     on_failure: int | Literal["warn"] = "warn"
-    """How many failed saves in a row are tolerated before training stops. "warn": any number."""
+    """How many failed saves in a row are tolerated; one more, and ``ckpt.step()`` raises ``SaveError``.
+    0: the first stops training. "warn": any number is logged."""
 
     sigterm_grace_s: float = 25.0
     """How long a worker that gets SIGTERM goes on, in seconds, so that its last steps are saved. Kubernetes
@@ -80,22 +92,29 @@ class Settings:
     """URL or path under which the run is stored. None: the run's own path in Ray Train."""
 
     storage_options: Mapping[str, Any] | None = None
-    """Options of the fsspec file system, such as ``{"endpoint_url": ...}``."""
+    """Options of the fsspec file system, such as ``{"endpoint_url": ...}``. None: those of the run's own
+    file system, or the usual places: environment, profiles, instance roles."""
 
     max_in_flight: int = 1
-    """Snapshots that may wait for their upload at a time. Only 1 so far: a second arena is to come."""
+    """Snapshots that may be on their way to storage at a time, 1 or 2. 2: the next one is taken while the
+    last is still being stored, and each rank takes twice the shared memory."""
 
     overlap: bool = True
-    """Copy what only the optimizer changes while the next forward and backward run."""
+    """Copy what only the optimizer changes while the next forward and backward run. False: copy all of it
+    inside ``ckpt.step()``; for code that writes single elements of parameters outside ``optimizer.step()``."""
 
     upload_parallel_parts: int = 4
-    """Parts of one shard that are uploaded at the same time, per worker."""
+    """Parts of one shard that are uploaded at the same time, per worker, from 1 to 64."""
 
     upload_bytes_per_s: float | None = None
     """Upload limit per node in bytes per second. None: no limit."""
 
+    agent_niceness: int = 5
+    """How far uploads step back where training wants the processor as well: 0, not at all, to 19."""
+
     node_memory_bytes: int | None = None
-    """Shared memory that snapshots may take on one node. None: half of what is available."""
+    """Shared memory in bytes that snapshots may take on one node, shared evenly by its ranks. None: half of
+    what the machine and the container's limit leave free when ``attach`` is called."""
 
     allow_pickle: tuple[type, ...] = ()
     """Types in the state that may be stored with pickle. Empty: nothing in a checkpoint can run code."""
@@ -126,8 +145,9 @@ class Settings:
             ("interval_steps", 1, None),
             ("keep_last", 1, None),
             ("keep_every_steps", 1, None),
-            ("max_in_flight", 1, 1),
+            ("max_in_flight", 1, 2),
             ("upload_parallel_parts", 1, 64),
+            ("agent_niceness", 0, 19),
             ("node_memory_bytes", 1, None),
         ):
             _check_int(self, name, low, high, optional=name in _OPTIONAL_INTS)

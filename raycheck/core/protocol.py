@@ -12,8 +12,12 @@ Safety needs no agreement beyond this: a commit needs, for one plan, a durable
 shard from every rank.
 
 Events arrive at least once and in any order. One that speaks of another plan
-than the present is ignored; one that cannot be true raises `ProtocolError`
+than those in flight is ignored; one that cannot be true raises `ProtocolError`
 and leaves the state unchanged.
+
+Where ranks have memory for several snapshots, the next plan may be published
+once every rank has staged the one before: that one is then on its way to
+storage beside it. Each commits when it is whole, in whatever order.
 """
 
 from __future__ import annotations
@@ -254,6 +258,7 @@ class CommitProtocol:
         world_size: Ranks that must stage and persist.
         interval_steps: Fixed interval; None: `interval_s` decides.
         tolerated_failures: Failed saves in a row before training stops; None: any number.
+        max_in_flight: Snapshots that every rank has memory for.
         latency_s: Time within which a published plan is expected to be seen
             by every rank, and how old `Progress` may be.
         first_plan_id: Above any id that this generation has used.
@@ -267,11 +272,14 @@ class CommitProtocol:
         interval_steps: int | None,
         tolerated_failures: int | None,
         latency_s: float,
+        max_in_flight: int = 1,
         first_plan_id: int = 1,
         start_step: int = 0,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: must be at least 1")
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight={max_in_flight}: must be at least 1")
         self.world_size = world_size
         self.interval_s: float | None = None
         """Time between snapshot starts, set by the policy; None: none is due yet."""
@@ -288,7 +296,13 @@ class CommitProtocol:
         self._joined: set[int] = set()
         self._closed: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
+        self._max_in_flight = max_in_flight
         self._attempt: _Attempt | None = None
+        """The newest, unless all it needs is being stored and there is memory for another."""
+
+        self._persisting: list[_Attempt] = []
+        """Fully staged, beside `_attempt`; at most ``max_in_flight - 1``."""
+
         self._furthest_step = start_step
         self._furthest_seen_s: float | None = None
         self._step_s: float | None = None
@@ -300,18 +314,34 @@ class CommitProtocol:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in flight, or None."""
-        return self._attempt.plan if self._attempt else None
+        """The newest plan in flight, or None."""
+        plans = self.plans
+        return plans[-1] if plans else None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans in flight, the oldest first."""
+        return tuple(attempt.plan for attempt in self._in_flight)
 
     @property
     def is_fully_staged(self) -> bool:
-        """Whether the attempt in flight needs nothing more from any worker."""
-        return self._attempt is not None and len(self._attempt.staged) == self.world_size
+        """Whether an attempt in flight needs nothing more from any worker."""
+        return any(self._is_staged_whole(attempt) for attempt in self._in_flight)
+
+    def is_staged(self, plan: Plan) -> bool:
+        """Whether this plan is in flight and needs nothing more from any worker."""
+        return any(self._is_staged_whole(attempt) for attempt in self._in_flight if attempt.plan == plan)
+
+    def is_committing(self, plan: Plan) -> bool:
+        """Whether a manifest of this plan is asked for and its end not known: it may exist."""
+        return any(attempt.is_committing for attempt in self._in_flight if attempt.plan == plan)
 
     @property
-    def is_committing(self) -> bool:
-        """Whether a manifest is asked for and its end not known: it may exist."""
-        return self._attempt is not None and self._attempt.is_committing
+    def _in_flight(self) -> list[_Attempt]:
+        return [*self._persisting, self._attempt] if self._attempt else self._persisting
+
+    def _is_staged_whole(self, attempt: _Attempt) -> bool:
+        return len(attempt.staged) == self.world_size
 
     def skip_plans_to(self, plan_id: int) -> None:
         """Never use this plan id or a lower one: a coordinator before this one has."""
@@ -340,15 +370,12 @@ class CommitProtocol:
         plan_id = getattr(event, "plan_id", 0)
         if plan_id >= self._next_plan_id:
             raise ProtocolError(f"{event}: no plan beyond {self._next_plan_id - 1} was published")
-        attempt = self._attempt
-        is_present = attempt is not None and attempt.plan.id == plan_id
-        if (
-            isinstance(event, CommitEnded)
-            and attempt is not None
-            and is_present
-            and not attempt.is_committing
-        ):
+        attempt = self._find(plan_id)
+        if isinstance(event, CommitEnded) and attempt is not None and not attempt.is_committing:
             raise ProtocolError(f"{event}: no commit was asked for")
+
+    def _find(self, plan_id: int) -> _Attempt | None:
+        return next((attempt for attempt in self._in_flight if attempt.plan.id == plan_id), None)
 
     def _take(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -373,8 +400,8 @@ class CommitProtocol:
     def _take_attempt_event(
         self, event: Staged | Durable | Missed | Failed | CommitEnded, now_s: float
     ) -> list[Action]:
-        attempt = self._attempt
-        if attempt is None or attempt.plan.id != event.plan_id:
+        attempt = self._find(event.plan_id)
+        if attempt is None:
             return []
         if isinstance(event, Staged | Durable) and event.step not in (None, attempt.plan.step):
             return []
@@ -393,11 +420,11 @@ class CommitProtocol:
             case Missed():
                 if self._latency_s * self._lead_factor < _MAX_LEAD_S:
                     self._lead_factor *= 2
-                return self._end("missed", f"rank {event.rank} saw the plan too late", retry=True)
+                return self._end(attempt, "missed", f"rank {event.rank} saw the plan too late", retry=True)
             case Failed():
-                return self._end("failed", f"rank {event.rank}: {event.reason}")
+                return self._end(attempt, "failed", f"rank {event.rank}: {event.reason}")
             case CommitEnded():
-                return self._commit_ended(event)
+                return self._commit_ended(attempt, event)
 
     def _save_asked(self, event: SaveAsked) -> list[Action]:
         if not event.is_waiting:
@@ -428,51 +455,52 @@ class CommitProtocol:
         attempt = self._attempt
         if attempt is None or rank in attempt.staged:
             return []
-        return self._end("lost", f"rank {rank} ended before it had its snapshot")
+        return self._end(attempt, "lost", f"rank {rank} ended before it had its snapshot")
 
     def _check_deadline(self, now_s: float) -> list[Action]:
         attempt = self._attempt
-        if attempt is None or attempt.reached_s is None or self.is_fully_staged:
+        if attempt is None or attempt.reached_s is None or self._is_staged_whole(attempt):
             return []
         if now_s - attempt.reached_s <= max(10.0, 20 * (self._step_s or 0)) + self._latency_s:
             return []
         missing = sorted(set(range(self.world_size)) - attempt.staged.keys())
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        return self._end("deadline", f"no snapshot from rank {shown} at step {attempt.plan.step}")
+        return self._end(attempt, "deadline", f"no snapshot from rank {shown} at step {attempt.plan.step}")
 
     def _compare_ranks(self, attempt: _Attempt) -> list[Action]:
-        if len(attempt.staged) < self.world_size:
+        if not self._is_staged_whole(attempt):
             return []
         self._lead_factor = max(self._lead_factor // 2, 1)
         if len({staged.place for staged in attempt.staged.values()}) > 1:
-            return self._end("data", _describe_places(attempt.staged.values()))
+            return self._end(attempt, "data", _describe_places(attempt.staged.values()))
         if len({staged.replica_digest for staged in attempt.staged.values()}) == 1:
             return []
         ended = self._end(
+            attempt,
             "replicas",
             "ranks hold different values of one parameter: each keeps its own from now on",
             retry=True,
         )
         return [KeepPerRank(), *ended]
 
-    def _commit_ended(self, event: CommitEnded) -> list[Action]:
-        assert self._attempt is not None
-        step = self._attempt.plan.step
+    def _commit_ended(self, attempt: _Attempt, event: CommitEnded) -> list[Action]:
         if event.is_fenced:
             self._is_over = True
             detail = event.error or "a newer start of this run exists"
-            return [*self._end("fenced", detail), Halt(detail, is_fenced=True)]
+            ended = [self._end(each, "fenced", detail) for each in [*self._in_flight]]
+            return [*(action for actions in ended for action in actions), Halt(detail, is_fenced=True)]
         if event.error is not None:
-            return self._end("failed", event.error)
-        self.committed_step = step
-        self._is_retry = False
-        return self._end("committed", "")
+            return self._end(attempt, "failed", event.error)
+        # One that was begun later may have been faster.
+        self.committed_step = max(attempt.plan.step, self.committed_step or 0)
+        return self._end(attempt, "committed", "")
 
-    def _end(self, reason: EndReason, detail: str, *, retry: bool = False) -> list[Action]:
-        attempt = self._attempt
-        assert attempt is not None
-        self._attempt = None
-        self._is_retry = retry
+    def _end(self, attempt: _Attempt, reason: EndReason, detail: str, *, retry: bool = False) -> list[Action]:
+        if attempt is self._attempt:
+            self._attempt = None
+            self._is_retry = retry
+        else:
+            self._persisting.remove(attempt)
         ended = EndAttempt(
             attempt.plan,
             reason,
@@ -509,19 +537,38 @@ class CommitProtocol:
         """Return what follows from the state as it now is."""
         if self._is_over:
             return []
+        actions = self._commit_what_is_whole()
         attempt = self._attempt
-        if attempt is not None and not attempt.is_committing and len(attempt.durable) == self.world_size:
-            if not self.is_fully_staged:
-                return []
-            attempt.is_committing = True
-            shards = tuple(attempt.durable[rank].shard for rank in range(self.world_size))
-            return [WriteCommit(attempt.plan, shards)]
+        if (
+            attempt is not None
+            and self._is_staged_whole(attempt)
+            and len(self._in_flight) < self._max_in_flight
+        ):
+            # What is left to do of it is the agents'.
+            self._persisting.append(attempt)
+            self._attempt = None
+        elif attempt is not None and len(attempt.durable) == self.world_size:
+            # Its verdicts are on their way, unless it commits already.
+            return actions
+        return actions or self._plan_next(now_s)
+
+    def _commit_what_is_whole(self) -> list[Action]:
+        actions: list[Action] = []
+        for attempt in self._in_flight:
+            is_whole = self._is_staged_whole(attempt) and len(attempt.durable) == self.world_size
+            if is_whole and not attempt.is_committing:
+                attempt.is_committing = True
+                shards = tuple(attempt.durable[rank].shard for rank in range(self.world_size))
+                actions.append(WriteCommit(attempt.plan, shards))
+        return actions
+
+    def _plan_next(self, now_s: float) -> list[Action]:
         if len(self._closed) == self.world_size:
             return self._close(now_s)
         if (step := self._all_wait_at()) is not None:
             return self._save_here(step, now_s)
-        if attempt is not None:
-            return self._supersede(attempt, now_s)
+        if self._attempt is not None:
+            return self._supersede(self._attempt, now_s)
         if len(self._joined) < self.world_size or self._closed or not self._is_due(now_s):
             return []
         return self._publish(self._step_ahead(now_s), now_s)
@@ -533,16 +580,19 @@ class CommitProtocol:
         step = self._step_ahead(now_s)
         if step >= attempt.plan.step:
             return []
-        return [*self._end("superseded", "a checkpoint was asked for earlier"), *self._publish(step, now_s)]
+        ended = self._end(attempt, "superseded", "a checkpoint was asked for earlier")
+        return [*ended, *self._publish(step, now_s)]
 
     def _save_here(self, step: int, now_s: float) -> list[Action]:
         """Plan the step at which every rank stands and waits, once nothing else is in flight."""
         attempt = self._attempt
         actions: list[Action] = []
+        if any(plan.step == step for plan in self.plans):
+            return []
         if attempt is not None:
-            if attempt.staged or attempt.plan.step == step:
+            if attempt.staged:
                 return []
-            actions = self._end("superseded", "every rank waits for a checkpoint")
+            actions = self._end(attempt, "superseded", "every rank waits for a checkpoint")
         self._waiting.clear()
         return actions + self._publish(step, now_s)
 
@@ -552,7 +602,11 @@ class CommitProtocol:
         if attempt is not None:
             if attempt.staged or attempt.plan.step in steps:
                 return []
-            return [*self._end("closing", "training ended before the planned step"), *self._close(now_s)]
+            ended = self._end(attempt, "closing", "training ended before the planned step")
+            return [*ended, *self._close(now_s)]
+        if self._persisting:
+            # The last one ends the run for all: it comes alone.
+            return []
         if len(steps) == 1 and (step := steps.pop()) > self._start_step:
             return self._publish(step, now_s, is_final=True)
         self._is_over = True
@@ -586,7 +640,7 @@ class CommitProtocol:
         self._next_plan_id += 1
         self._attempt = _Attempt(plan, is_final)
         self._last_started_s = now_s
-        self._is_asked = False
+        self._is_asked = self._is_retry = False
         return [Publish(plan)]
 
 

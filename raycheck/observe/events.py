@@ -9,6 +9,7 @@ import math
 import secrets
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,11 @@ logger = logging.getLogger("raycheck")
 
 _MAX_ROWS = 100_000
 """Of one object: a flush has a few hundred."""
+
+_NUM_RECENT = 10
+
+COMMON_KINDS = frozenset({"checkpoint", "interval", "progress"})
+"""What a run tells of all the time."""
 
 _COLUMNS = ("unix_s", "kind", "generation", "writer", "facts")
 _SCHEMA = pa.schema([(name, pa.float64() if name == "unix_s" else pa.string()) for name in _COLUMNS])
@@ -44,12 +50,15 @@ class EventLog:
         self._num_flushes = 0
         self._flushed_s = time.monotonic()
         self._rows: list[dict[str, Any]] = []
+        # The many do not push out the few.
+        self._recent: tuple[deque[dict[str, Any]], deque[dict[str, Any]]] = (
+            deque(maxlen=_NUM_RECENT),
+            deque(maxlen=_NUM_RECENT),
+        )
         self._lock = threading.Lock()
 
     def record(self, kind: str, generation: str, **facts: Any) -> None:
         """Add one event that happened now."""
-        if self._store is None:
-            return
         row = {
             "unix_s": time.time(),
             "kind": kind,
@@ -58,7 +67,19 @@ class EventLog:
             "facts": json.dumps(facts),
         }
         with self._lock:
-            self._rows.append(row)
+            self._recent[kind in COMMON_KINDS].append(row)
+            if self._store is not None:
+                self._rows.append(row)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return the newest events as `read_events` gives them, oldest first; also where none are stored.
+
+        At most ten of the common kinds, and ten of the others, however long ago those were.
+        """
+        with self._lock:
+            rows = [row for some in self._recent for row in some]
+        rows.sort(key=lambda row: float(row["unix_s"]))
+        return [{**row, "facts": json.loads(row["facts"])} for row in rows]
 
     def flush_if_older_than(self, seconds: float) -> None:
         """Write what has been collected, unless the last flush is younger. Blocks for storage."""

@@ -19,16 +19,17 @@ from raycheck.core.notice import Notice
 from raycheck.runtime import messages
 from raycheck.runtime.agent import Agent, Limits
 from raycheck.runtime.coordinator import Coordinator
+from raycheck.runtime.metrics import GaugeThread, RayMetrics
 from raycheck.runtime.notices import DrainSource, NoticeWatcher, sources_of_this_machine
 from raycheck.runtime.outbox import Outbox
 from raycheck.runtime.registration import Offer
+from raycheck.runtime.watching import NAMESPACE, coordinator_name
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
 logger = logging.getLogger("raycheck")
 
 _DELIVERY_TIMEOUT_S = 30.0
-_AGENT_NICENESS = 5
 
 # Neither takes a CPU from training; both come back when they are killed, and
 # calls in between are tried again.
@@ -48,15 +49,28 @@ def _configure_logging() -> None:
 class CoordinatorActor:
     """One per run, on the controller's node."""
 
-    def __init__(self, store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        store_url: str,
+        store_options: Mapping[str, Any] | None,
+        settings: Settings,
+        *,
+        run_name: str,
+        run_id: str,
+    ) -> None:
         _configure_logging()
         self._agents: dict[str, tuple[str, Outbox]] = {}
         """By node: which actor it is, and its orders."""
 
         self._agents_lock = threading.Lock()
+        metrics = RayMetrics(run_name=run_name, run_id=run_id)
         self._coordinator = Coordinator(
-            run_store=RunStore(Store(store_url, store_options)), settings=settings, send=self._send
+            run_store=RunStore(Store(store_url, store_options)),
+            settings=settings,
+            send=self._send,
+            measure=metrics.measure,
         )
+        self._gauges = GaugeThread(self._coordinator.status, metrics.measure)
         # Here, once for all nodes, and not on each of them: it is a question to the cluster's head.
         drains = DrainSource(_draining_nodes, lambda: self._coordinator.nodes)
         self._watcher = NoticeWatcher([drains], self._coordinator.hear_notice)
@@ -103,6 +117,7 @@ class CoordinatorActor:
     def close(self) -> None:
         """See `Coordinator.close`."""
         self._coordinator.close()
+        self._gauges.close()
 
     def _know(self, node: str, agent: Any) -> None:
         actor_id = agent._actor_id.hex()
@@ -131,7 +146,7 @@ class AgentActor:
         _configure_logging()
         with contextlib.suppress(OSError):
             # Training goes first where both want the processor.
-            os.nice(_AGENT_NICENESS)
+            os.nice(limits.niceness)
         self._coordinator = coordinator
         self._handle: Any = None
         self._agent = Agent(
@@ -174,13 +189,31 @@ def _draining_nodes() -> Mapping[str, int]:
     return compat.draining_nodes()
 
 
-def start_coordinator(store_url: str, store_options: Mapping[str, Any] | None, settings: Settings) -> Any:
-    """Start the coordinator on this node, owned by this process."""
+def start_coordinator(
+    store_url: str,
+    store_options: Mapping[str, Any] | None,
+    settings: Settings,
+    *,
+    run_name: str,
+    run_id: str,
+) -> Any:
+    """Start the coordinator on this node, owned by this process.
+
+    Args:
+        store_url: Of the run's store.
+        store_options: Of its file system.
+        settings: As the user chose them.
+        run_name: As Ray Train has it; in the actor's name and the metrics.
+        run_id: As Ray Train has it; another at each start.
+    """
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(CoordinatorActor).options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **_OPTIONS
+        name=coordinator_name(run_name, store_url),
+        namespace=NAMESPACE,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        **_OPTIONS,
     )
-    return actor.remote(store_url, store_options, settings)
+    return actor.remote(store_url, store_options, settings, run_name=run_name, run_id=run_id)
 
 
 def start_agent(

@@ -25,7 +25,7 @@ from raycheck.core.notice import Notice
 from raycheck.core.page import PAGE_BYTES, Plan
 from raycheck.errors import StorageError
 from raycheck.runtime import messages, wire
-from raycheck.runtime.connected import ConnectedWorker, Left, LeftSegments, Upload, parse_ref
+from raycheck.runtime.connected import MAX_SLOTS, ConnectedWorker, Left, LeftSegments, Upload, parse_ref
 from raycheck.runtime.fetching import Fetching
 from raycheck.store.run import RunStore
 from raycheck.store.transfer import TokenBucket, TransferCancelledError
@@ -35,6 +35,7 @@ logger = logging.getLogger("raycheck")
 
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
+_UPLOADS_EVERY_S = 1.0
 _KEEP_LEFT_S = 600.0
 """How long the memory of a worker that is gone waits for its successor."""
 
@@ -48,6 +49,8 @@ class Limits:
 
     parallel_parts: int = 4
     bytes_per_s: float | None = None
+    niceness: int = 0
+    """Of the agent's process, added to what it has."""
 
 
 class Agent:
@@ -90,7 +93,7 @@ class Agent:
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="raycheck-agent")
         self._fetching = Fetching(
-            run_store=run_store,
+            run_store=run_store.patient(),
             lock=self._lock,
             pool=self._pool,
             tell=self._tell,
@@ -112,8 +115,8 @@ class Agent:
         with self._lock:
             workers = list(self._workers.values())
         for worker in workers:
-            if worker.upload:
-                worker.upload.cancelled.set()
+            for job in worker.uploads.values():
+                job.cancelled.set()
             worker.connection.close()
         self._left.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -186,9 +189,14 @@ class Agent:
         return {
             "node": self._node,
             "uploads": [
-                {"rank": w.rank, "step": w.upload.plan.step, "bytes": w.upload.num_bytes_done}
+                {
+                    "rank": w.rank,
+                    "step": job.plan.step,
+                    "bytes": job.num_bytes_done,
+                    "total_bytes": job.num_bytes,
+                }
                 for w in workers
-                if w.upload
+                for job in w.uploads.copy().values()
             ],
         }
 
@@ -219,7 +227,7 @@ class Agent:
             worker = self._register(connection, fd, hello)
             while True:
                 message, further_fd = connection.receive()
-                if further_fd is not None:
+                if further_fd is not None and not self._take_arena(worker, message, further_fd):
                     os.close(further_fd)
                 self._take(worker, wire.check_fields(message))
         except (OSError, ValueError, LookupError) as error:
@@ -263,21 +271,30 @@ class Agent:
         self._introduce(worker)
         return worker
 
+    def _take_arena(self, worker: ConnectedWorker, message: dict[str, Any], fd: int) -> bool:
+        """Take a further segment in; return whether it is one, and the descriptor is ours from now on."""
+        with self._lock:
+            is_taken = message["op"] == "arena" and not worker.is_let_go and len(worker.fds) < MAX_SLOTS
+            if is_taken:
+                worker.fds.append(fd)
+            return is_taken
+
     def _succeed(self, former: ConnectedWorker, worker: ConnectedWorker) -> None:
         """Let go of a rank's former connection, which no order reaches any more."""
         if worker.generation == former.generation:
             # The same process over a new connection: what it has staged goes on.
-            worker.upload, former.upload = former.upload, None
+            worker.uploads, former.uploads = former.uploads, {}
         else:
             # A new group starts only once the attempts of the last one are committed or given up.
             self._give_up(former)
         self._release(former)
 
     def _give_up(self, worker: ConnectedWorker) -> None:
-        """End the upload of a worker that no order reaches; what is durable is left as it is."""
-        job, worker.upload = worker.upload, None
-        if job is not None and not job.is_durable:
-            job.cancelled.set()
+        """End the uploads of a worker that no order reaches; what is durable is left as it is."""
+        jobs, worker.uploads = worker.uploads, {}
+        for job in jobs.values():
+            if not job.is_durable:
+                job.cancelled.set()
 
     def _introduce(self, worker: ConnectedWorker) -> None:
         here = messages.RankHere(
@@ -285,12 +302,14 @@ class Agent:
             worker.world_size,
             step=worker.page.step,
             highest_plan_id=worker.page.plan.id,
-            uploading_plan_id=worker.upload.plan.id if worker.upload else 0,
+            uploading_plan_ids=tuple(worker.uploads),
         )
         self._tell(worker, here)
         if worker.table is not None:
             self._tell(worker, worker.table)
         if worker.has_joined:
+            # What it cost was told when it happened.
+            self._tell(worker, messages.RestoreEnded(worker.rank))
             self._tell(worker, protocol.Joined(worker.rank))
         else:
             self._tell(worker, messages.RestoreAsked(worker.rank))
@@ -304,28 +323,33 @@ class Agent:
         self._release(worker)
 
     def _release(self, worker: ConnectedWorker) -> None:
-        """Give up the descriptor of a worker that is gone, unless its snapshot is still being stored."""
+        """Give up the descriptors of a worker that is gone, unless a snapshot is still being stored."""
         with self._lock:
-            if worker.is_connected or worker.upload is not None or worker.fd < 0:
+            if worker.is_connected or worker.uploads or worker.is_let_go:
                 return
             if self._workers.get(worker.rank) is worker:
                 del self._workers[worker.rank]
-                if worker.stored is not None and not worker.has_closed and not self._closed.is_set():
-                    fd = os.dup(worker.fd)
-                    self._left.add(Left(fd, worker.rank, worker.world_size, worker.stored, time.monotonic()))
+                stored = worker.newest_stored()
+                if stored is not None and not worker.has_closed and not self._closed.is_set():
+                    slot, ref = stored
+                    fd = os.dup(worker.fds[slot])
+                    self._left.add(Left(fd, worker.rank, worker.world_size, ref, time.monotonic()))
             worker.let_go()
 
     def _take(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         match message["op"]:
             case "joined":
                 worker.has_joined = True
+                self._tell(worker, _restore_ended(worker, message))
                 self._tell(worker, protocol.Joined(worker.rank))
             case "table":
                 rows = tuple(tuple(row) for row in message["rows"])
                 worker.table = messages.TableChanged(worker.rank, rows)
                 self._tell(worker, worker.table)
             case "copied":
-                self._begin_upload(worker, Plan(*message["plan"]), message["num_bytes"])
+                self._begin_upload(worker, message)
+            case "arena":
+                pass  # what counts is the descriptor that came with it
             case "staged":
                 self._staged(worker, message)
             case "missed":
@@ -354,7 +378,7 @@ class Agent:
 
     def _staged(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         plan = Plan(*message["plan"])
-        self._begin_upload(worker, plan, message["num_bytes"])
+        self._begin_upload(worker, message)
         accounts = message.get("accounts", {})
         self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"], accounts))
         staged = protocol.Staged(
@@ -367,17 +391,24 @@ class Agent:
         )
         self._tell(worker, staged)
 
-    def _begin_upload(self, worker: ConnectedWorker, plan: Plan, num_bytes: int) -> None:
-        """Begin to store what the arena holds, unless this plan's is under way: it is told of twice."""
+    def _begin_upload(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
+        """Begin to store what an arena holds, unless this plan's is under way: it is told of twice."""
+        plan, slot, num_bytes = Plan(*message["plan"]), message.get("slot", 0), message["num_bytes"]
         with self._lock:
-            forgotten = worker.upload
-            if plan == worker.ended or (forgotten is not None and forgotten.plan == plan):
+            if plan in worker.ended or plan.id in worker.uploads:
                 return
-            job = worker.upload = Upload(plan, CheckpointRef(plan.step, worker.generation, plan.id))
+            if not 0 <= slot < len(worker.fds):
+                raise ValueError(f"there is no arena {slot}")
+            # They belong to attempts whose end was never told.
+            forgotten = [job for job in worker.uploads.values() if job.slot == slot]
+            for job in forgotten:
+                del worker.uploads[job.plan.id]
+            ref = CheckpointRef(plan.step, worker.generation, plan.id)
+            job = worker.uploads[plan.id] = Upload(plan, ref, num_bytes, slot=slot)
             worker.page.is_in_flight = True
-        if forgotten is not None:
-            # It belongs to an attempt whose end was never told.
-            forgotten.cancelled.set()
+        for old in forgotten:
+            old.cancelled.set()
+            self._tell(worker, protocol.Failed(worker.rank, old.plan.id, "its memory has another snapshot"))
         self._pool.submit(self._persist, worker, job, num_bytes)
 
     # Storage.
@@ -387,7 +418,10 @@ class Agent:
         prefix = layout.checkpoint_prefix(job.ref)
         started_s = time.monotonic()
         # Of its own: the worker's may be closed before a cancelled upload has noticed.
-        fd = os.dup(worker.fd)
+        with self._lock:
+            if worker.is_let_go:
+                return
+            fd = os.dup(worker.fds[job.slot])
         try:
             job.keys.append(f"{prefix}/{name}")
             sums = upload(
@@ -416,7 +450,7 @@ class Agent:
             # Either the end of the attempt came first, or from here on others may count on this shard.
             job.is_durable = not job.cancelled.is_set()
             if job.is_durable:
-                worker.stored = job.ref
+                worker.stored[job.slot] = job.ref
         if not job.is_durable:
             self._delete(job)
             return
@@ -425,12 +459,11 @@ class Agent:
         self._tell(worker, protocol.Durable(job.plan.id, shard, persist_s, job.plan.step))
 
     def _end_attempt(self, worker: ConnectedWorker, order: messages.AttemptEnded) -> None:
-        job = worker.upload
-        worker.page.is_in_flight = False
-        worker.ended = order.plan
-        if job is not None and job.plan.id == order.plan.id:
-            with self._lock:
-                worker.upload = None
+        with self._lock:
+            job = worker.uploads.pop(order.plan.id, None)
+            worker.page.is_in_flight = bool(worker.uploads)
+            worker.ended.append(order.plan)
+        if job is not None:
             if not order.is_committed:
                 job.cancelled.set()
                 if not job.is_durable:
@@ -450,8 +483,11 @@ class Agent:
 
     def _pulse(self) -> None:
         """Pass on the workers' progress: often while they step, rarely while they do not."""
-        last_step, last_told_s = -1, 0.0
+        last_step, last_told_s, uploads_told_s = -1, 0.0, 0.0
         while not self._closed.wait(_PULSE_S):
+            if time.monotonic() - uploads_told_s >= _UPLOADS_EVERY_S:
+                uploads_told_s = time.monotonic()
+                self._tell_uploads()
             self._left.drop(now_s=time.monotonic())
             with self._lock:
                 connected = [worker for worker in self._workers.values() if worker.is_connected]
@@ -470,6 +506,24 @@ class Agent:
             worker.num_records_seen = records[-1].number + 1
         told = tuple((r.duration_s, r.stall_s, r.is_overlapped) for r in records)
         self._tell(worker, messages.StepsMeasured(worker.rank, step, told))
+
+    def _tell_uploads(self) -> None:
+        """Pass on how far uploads are, for people who look on."""
+        with self._lock:
+            busy = [(worker, job) for worker in self._workers.values() for job in worker.uploads.values()]
+        if not busy:
+            return
+        first, newest = max(busy, key=lambda each: each[1].ref)
+        uploads = [(worker.rank, upload) for worker, upload in busy if upload.ref == newest.ref]
+        seen = messages.UploadsSeen(
+            node=self._node,
+            plan_id=newest.plan.id,
+            ranks=tuple(sorted(rank for rank, _ in uploads)),
+            num_bytes_done=sum(min(upload.num_bytes_done, upload.num_bytes) for _, upload in uploads),
+            num_bytes=sum(upload.num_bytes for _, upload in uploads),
+            seconds=time.monotonic() - min(upload.started_s for _, upload in uploads),
+        )
+        self._tell(first, seen)
 
     def _send(self) -> None:
         while not self._closed.is_set():
@@ -494,3 +548,8 @@ class Agent:
                 pause_s = min(2 * pause_s, 2.0)
             else:
                 return
+
+
+def _restore_ended(worker: ConnectedWorker, message: dict[str, Any]) -> messages.RestoreEnded:
+    facts = {name: message[name] for name in ("seconds", "num_bytes", "num_memory_bytes") if name in message}
+    return messages.RestoreEnded(worker.rank, **facts)

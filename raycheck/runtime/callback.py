@@ -22,11 +22,15 @@ from raycheck.runtime.filesystem import place_of
 from raycheck.runtime.registrar import Registrar
 from raycheck.runtime.session import WorkerContext
 from raycheck.runtime.signals import install_sigterm
+from raycheck.store.retry import PATIENT
 
 logger = logging.getLogger("raycheck")
 
 SETTINGS_VARIABLE = "RAYCHECK_SETTINGS"
 _START_TIMEOUT_S = 120.0
+_BEGIN_TIMEOUT_S = 2 * PATIENT.budget_s
+"""More than a start waits for a store that does not answer."""
+
 _STOP_MARGIN_S, _STOP_LEAST_S = 1.0, 1.0
 """Ray's own stopping takes some of the time that ``ray job stop`` gives."""
 
@@ -89,7 +93,13 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 "set RunConfig(name=...)"
             )
         self._store_url, self._store_options = self._choose_store(train_run_context)
-        self._coordinator = actors.start_coordinator(self._store_url, self._store_options, self._settings)
+        self._coordinator = actors.start_coordinator(
+            self._store_url,
+            self._store_options,
+            self._settings,
+            run_name=compat.run_path(train_run_context)[1],
+            run_id=compat.run_id(train_run_context),
+        )
         self._registrar = Registrar(self._coordinator, self._settings)
         try:
             ray.get(self._coordinator.check.remote(), timeout=_START_TIMEOUT_S)
@@ -109,7 +119,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 self._coordinator.begin_generation.remote(
                     here, len(workers), has_lost_agents=has_lost_agents, failure=self._failure
                 ),
-                timeout=_START_TIMEOUT_S,
+                timeout=_BEGIN_TIMEOUT_S,
             )
             self._failure = None
         return {}
@@ -185,7 +195,9 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
 
     def _ensure_agents(self, nodes: list[str]) -> None:
         limits = Limits(
-            parallel_parts=self._settings.upload_parallel_parts, bytes_per_s=self._settings.upload_bytes_per_s
+            parallel_parts=self._settings.upload_parallel_parts,
+            bytes_per_s=self._settings.upload_bytes_per_s,
+            niceness=self._settings.agent_niceness,
         )
         for node in nodes:
             if node in self._agents:

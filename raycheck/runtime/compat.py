@@ -48,6 +48,7 @@ __all__ = [
     "is_resizing",
     "node_ids",
     "rank_and_sizes",
+    "run_id",
     "run_path",
     "run_was_named",
     "stop_wait_s",
@@ -78,6 +79,11 @@ def run_path(train_run_context: Any) -> tuple[str, str, Any]:
     config = train_run_context.run_config
     path = str(config.storage_path)
     return path, str(config.name), config.storage_filesystem
+
+
+def run_id(train_run_context: Any) -> str:
+    """Return the id of this start of a run, as Ray Train's metrics have it."""
+    return str(getattr(train_run_context, "run_id", ""))
 
 
 def run_was_named(train_run_context: Any) -> bool:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import mmap
 import os
 import threading
+import time
 from typing import Any
 
 from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.page import PAGE_BYTES, ControlPage, Plan
 from raycheck.runtime import messages, wire
 
+MAX_SLOTS = 2
+_NUM_ENDED_KNOWN = 8
+
 
 class Upload:
-    """One shard on its way to storage."""
+    """One shard on its way to storage, out of one of its worker's arenas."""
 
-    def __init__(self, plan: Plan, ref: CheckpointRef) -> None:
+    def __init__(self, plan: Plan, ref: CheckpointRef, num_bytes: int, *, slot: int = 0) -> None:
         self.plan = plan
+        self.slot = slot
         self.ref = ref
+        self.num_bytes = num_bytes
+        self.started_s = time.monotonic()
         self.cancelled = threading.Event()
         self.num_bytes_done = 0
         self.keys: list[str] = []
@@ -32,11 +40,17 @@ class Upload:
 
 
 class ConnectedWorker:
-    """One worker as its agent sees it: connection, descriptor, control page."""
+    """One worker as its agent sees it: connection, descriptors, control page.
+
+    The page is in the first of its segments. Each of them has an arena, a slot
+    for one snapshot.
+    """
 
     def __init__(self, connection: wire.Connection, fd: int, hello: dict[str, Any]) -> None:
         self.connection = connection
-        self.fd = fd
+        self.fds = [fd]
+        """Of its segments; empty once it has been let go."""
+
         self.rank: int = hello["rank"]
         self.world_size: int = hello["world_size"]
         self.generation = GenerationId(*hello["generation"])
@@ -45,9 +59,11 @@ class ConnectedWorker:
         self.page = ControlPage(memoryview(self._page_map))
         self.table: messages.TableChanged | None = None
         self.num_records_seen = 0
-        self.upload: Upload | None = None
-        self.ended: Plan | None = None
-        """The plan whose attempt ended last: what is told of it late begins nothing."""
+        self.uploads: dict[int, Upload] = {}
+        """By plan id, the oldest first."""
+
+        self.ended: collections.deque[Plan] = collections.deque(maxlen=_NUM_ENDED_KNOWN)
+        """Plans whose attempts have ended of late: what is told of one late begins nothing."""
 
         self.is_connected = True
         self.has_closed = False
@@ -56,8 +72,8 @@ class ConnectedWorker:
         self.adopted: tuple[CheckpointRef, int] | None = None
         """The checkpoint and rank whose shard its arena held when it came, if checksums agree."""
 
-        self.stored: CheckpointRef | None = None
-        """What its arena held when it was last stored."""
+        self.stored: dict[int, CheckpointRef] = {}
+        """What each arena held when it was last stored."""
 
         self.offered: tuple[CheckpointRef | None] | None = None
         """The newest offer; None: this agent has passed none on."""
@@ -68,12 +84,33 @@ class ConnectedWorker:
         self.decided: tuple[CheckpointRef | None] | None = None
         """What all ranks load; None: not known yet."""
 
+    @property
+    def fd(self) -> int:
+        """The descriptor of its first segment."""
+        return self.fds[0]
+
+    @property
+    def upload(self) -> Upload | None:
+        """The newest upload."""
+        return next(reversed(self.uploads.values()), None)
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether page and descriptors have been given up."""
+        return not self.fds
+
     def let_go(self) -> None:
-        """Give up page and descriptor; with them goes the last hold on the memory."""
+        """Give up page and descriptors; with them goes the last hold on the memory."""
         self.page.release()
         self._page_map.close()
-        os.close(self.fd)
-        self.fd = -1
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+    def newest_stored(self) -> tuple[int, CheckpointRef] | None:
+        """Return the slot of what was stored last, and what it was; None: nothing was."""
+        newest = max(self.stored.items(), key=lambda each: each[1], default=None)
+        return None if newest is None else (newest[0], newest[1])
 
     def send(self, op: str, **fields: Any) -> None:
         """Tell the worker something; one that is gone needs nothing."""

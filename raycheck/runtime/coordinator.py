@@ -30,8 +30,9 @@ from raycheck.runtime.generation import LATENCY_S, Generation
 from raycheck.runtime.keeping import Keeping
 from raycheck.runtime.preempting import Preempting
 from raycheck.runtime.registration import Offer, Registration
-from raycheck.runtime.reporting import Reporter
+from raycheck.runtime.reporting import Measure, Reporter, measure_nothing
 from raycheck.runtime.restoring import RestoreRunner
+from raycheck.runtime.status import status_of
 from raycheck.runtime.tuner import Tuner
 from raycheck.runtime.writing import Writer
 from raycheck.store.run import RunStore
@@ -61,6 +62,7 @@ class Coordinator:
         settings: As the user chose them.
         send: Hands an order to the agent of a node. Must not block or raise.
         clock: Monotonic seconds.
+        measure: Where metrics go.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Coordinator:
         settings: Settings,
         send: Callable[[str, messages.Order], None],
         clock: Callable[[], float] = time.monotonic,
+        measure: Measure = measure_nothing,
     ) -> None:
         self._run_store = run_store
+        self._patient_store = run_store.patient()
         self._settings = settings
         self._send = send
         self._clock = clock
@@ -91,7 +95,7 @@ class Coordinator:
         self._thread = self._decider.thread
         self._storage = ThreadPoolExecutor(max_workers=2, thread_name_prefix="raycheck-storage")
         self._writer = Writer(run_store)
-        self._reporter = Reporter(self._events, self._tuner)
+        self._reporter = Reporter(self._events, self._tuner, measure)
         self._keeping = Keeping(
             run_store=run_store, settings=settings, events=self._events, decide=self._inbox.put
         )
@@ -138,8 +142,8 @@ class Coordinator:
     ) -> GenerationId:
         """Claim a generation for a worker group that is about to start.
 
-        Blocks for storage, and up to half a minute for the commit of what the
-        generation before has staged completely.
+        Blocks for storage, half an hour where it does not answer, and up to half
+        a minute for the commit of what the generation before has staged completely.
 
         Args:
             nodes: Ids of the nodes that have workers.
@@ -155,17 +159,17 @@ class Coordinator:
         if not has_lost_agents:
             self._await_staged()
         if not self._has_begun:
-            self._tuner.remember(starting.recall_failure_rate(self._run_store, self._tuner.failure_rate))
+            self._tuner.remember(starting.recall_failure_rate(self._patient_store, self._tuner.failure_rate))
         elif (judged := self._preempting.judge(failure, self._last_step_seen_s or started_s)) is not None:
             # Before the claim, which is what the next job remembers.
             self._tuner.observe_failure(judged)
         generation_id = starting.claim(
-            self._run_store,
+            self._patient_store,
             world_size=world_size,
             failure_rate=self._tuner.failure_rate,
             resume=self._resume,
         )
-        found = starting.find(self._run_store, self._resume)
+        found = starting.find(self._patient_store, self._resume)
         self._keeping.begin(found.usable)
         self._registration.begin()
         vote = voting.RestoreVote(
@@ -197,17 +201,14 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Return what is going on, as plain values, for people and tests."""
-        generation = self._generation
-        commits = generation.commits if generation else None
-        plan = commits.plan if commits else None
         return {
-            "generation": str(generation.id) if generation else None,
-            "world_size": generation.world_size if generation else 0,
-            "restored_step": generation.parent.step if generation and generation.parent else None,
-            "committed_step": commits.committed_step if commits else None,
-            "plan": list(plan) if plan else None,
-            "failures_in_a_row": commits.failures_in_a_row if commits else 0,
-            **self._tuner.status(),
+            "store_url": self._run_store.store.url,
+            **status_of(self._generation, self._tuner, now_s=self._clock()),
+            # What is long is for those who read the telemetry.
+            "events": [
+                {**event, "facts": {k: v for k, v in event["facts"].items() if "accounts" not in k}}
+                for event in self._events.recent()
+            ],
         }
 
     def hear_notice(self, notice: Notice) -> None:
@@ -278,11 +279,11 @@ class Coordinator:
 
     def _enter(self, generation: Generation, nodes: set[str]) -> None:
         previous = self._generation
-        if previous is not None and previous.commits is not None and previous.commits.plan is not None:
-            plan = previous.commits.plan
-            self._tell_all(messages.AttemptEnded(plan, False, "a new generation begins"))
-            if not previous.commits.is_committing:
-                self._keeping.remove(CheckpointRef(plan.step, previous.id, plan.id))
+        if previous is not None and previous.commits is not None:
+            for plan in previous.commits.plans:
+                self._tell_all(messages.AttemptEnded(plan, False, "a new generation begins"))
+                if not previous.commits.is_committing(plan):
+                    self._keeping.remove(CheckpointRef(plan.step, previous.id, plan.id))
         self._preempting.begin()
         self._nodes = nodes
         self._generation = generation
@@ -349,16 +350,19 @@ class Coordinator:
                 self._restores.carry_out(
                     generation, generation.vote.report(rank, ref, error, is_mismatch=is_mismatch)
                 )
+            case messages.RestoreEnded():
+                self._restores.note(generation, message)
+            case messages.UploadsSeen():
+                generation.uploads[message.node] = message
             case messages.StepsMeasured():
+                generation.pace.observe(message.step, self._clock())
                 if message.rank == 0:
                     self._observe_steps(message)
                 self._feed(protocol.Progress(message.step, self._tuner.step_s))
             case messages.TableChanged(rank, rows):
                 generation.tables[rank] = tuple(Entry.from_row(row) for row in rows)
-            case messages.MetricsTaken(rank, plan_id, metrics, accounts):
-                generation.metrics[rank] = metrics
-                if rank == 0:
-                    generation.accounts = plan_id, accounts
+            case messages.MetricsTaken():
+                generation.take(message)
             case messages.NoticeHeard(notice):
                 self._preempting.hear(notice, self._clock(), str(generation.id))
             case protocol.Joined(rank) if generation.commits is None:
@@ -390,15 +394,15 @@ class Coordinator:
         commits = generation.commits
         if commits is None:
             return
-        plan = commits.plan
-        if plan is None:
+        if not commits.plans:
             commits.skip_plans_to(here.highest_plan_id)
-        elif here.uploading_plan_id != plan.id and here.step >= plan.step:
-            # It had, or should have had, a snapshot, and nobody holds it any more.
-            self._feed(protocol.Failed(here.rank, plan.id, "the agent of its node has restarted"))
-        elif here.highest_plan_id < plan.id:
-            # The order went to an agent that is gone.
-            self._tell_all(messages.PublishPlan(plan))
+        for plan in commits.plans:
+            if plan.id not in here.uploading_plan_ids and here.step >= plan.step:
+                # It had, or should have had, a snapshot, and nobody holds it any more.
+                self._feed(protocol.Failed(here.rank, plan.id, "the agent of its node has restarted"))
+            elif here.highest_plan_id < plan.id:
+                # The order went to an agent that is gone.
+                self._tell_all(messages.PublishPlan(plan))
 
     def _feed(self, event: protocol.Event) -> None:
         generation = self._generation
@@ -426,11 +430,12 @@ class Coordinator:
     def _carry_out(self, generation: Generation, action: protocol.Action) -> None:
         match action:
             case protocol.Publish(plan):
+                generation.planned_s = self._clock()
                 self._preempting.publish(plan, self._clock())
             case protocol.WriteCommit(plan, shards):
                 manifest = generation.manifest_of(plan, shards, created_unix_s=time.time())
                 self._keeping.note_time(manifest.ref, manifest.created_unix_s)
-                self._storage.submit(self._commit, generation, manifest, dict(generation.tables))
+                self._storage.submit(self._commit, generation, manifest, generation.tables_of(plan.id))
             case protocol.EndAttempt():
                 self._attempt_ended(generation, action)
             case protocol.AcceptSave(step):
@@ -459,15 +464,18 @@ class Coordinator:
         )
         ref = CheckpointRef(end.plan.step, generation.id, end.plan.id)
         if not end.is_committed:
+            generation.forget(end.plan.id)
             self._reporter.failed(generation, end)
             if end.num_bytes and not end.has_commit_begun:
                 self._keeping.remove(ref)
             return
+        generation.committed_s = self._clock()
         self._tuner.observe_checkpoint(
             stall_s=end.stall_s, persist_s=end.persist_s, bytes_per_rank=end.bytes_per_rank
         )
         self._reporter.intervals(str(generation.id))
         self._reporter.committed(generation, end)
+        generation.forget(end.plan.id)
         self._deletion.submit(self._events.flush_if_older_than, _TELEMETRY_EVERY_S)
         self._keeping.add(ref)
         self._registration.consider()

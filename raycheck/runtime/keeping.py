@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import time
@@ -91,7 +92,8 @@ class Keeping:
 
     def add(self, ref: CheckpointRef) -> None:
         """Take in a new checkpoint, acknowledged."""
-        self.committed.append(ref)
+        # One that was begun later may have been committed first.
+        bisect.insort(self.committed, ref)
 
     def forget(self, ref: CheckpointRef) -> None:
         """Take out one that is gone or cannot be used."""

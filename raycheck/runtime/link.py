@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raycheck.core.lineage import GenerationId
@@ -49,7 +49,7 @@ class AgentLink:
 
     Args:
         address: Where the agent listens.
-        segment: Whose descriptor goes along with the hello.
+        segments: Whose descriptors go along with the hello; the first has the control page.
         generation: The worker's generation.
         rank: Its rank.
         world_size: Number of ranks.
@@ -63,14 +63,14 @@ class AgentLink:
         self,
         *,
         address: str,
-        segment: Segment,
+        segments: Sequence[Segment],
         generation: GenerationId,
         rank: int,
         world_size: int,
         on_reconnect: Callable[[], None],
     ) -> None:
         self._address = address
-        self._segment = segment
+        self._segments = segments
         self._hello = {"generation": list(generation), "rank": rank, "world_size": world_size}
         self._on_reconnect = on_reconnect
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -116,7 +116,10 @@ class AgentLink:
         while True:
             try:
                 connection = wire.connect(self._address)
-                connection.send("hello", fd=self._segment.fd, has_joined=self.has_joined, **self._hello)
+                first, *others = self._segments
+                connection.send("hello", fd=first.fd, has_joined=self.has_joined, **self._hello)
+                for other in others:
+                    connection.send("arena", fd=other.fd)
             except OSError as error:
                 if deadline_s is not None and time.monotonic() > deadline_s:
                     raise ConnectionError(

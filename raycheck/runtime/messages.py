@@ -21,8 +21,8 @@ class RankHere:
     world_size: int
     step: int
     highest_plan_id: int
-    uploading_plan_id: int
-    """The plan whose shard of this rank the agent holds; 0 if none: one before it took its own to the grave."""
+    uploading_plan_ids: tuple[int, ...]
+    """Plans whose shards of this rank the agent holds; an agent before it took its own to the grave."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +40,34 @@ class RestoreReported:
     ref: CheckpointRef | None
     error: str | None
     is_mismatch: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreEnded:
+    """A rank holds what all ranks load, or begins at step 0; told just before it joins."""
+
+    rank: int
+    seconds: float | None = None
+    """Time that ``attach`` took on this rank; None: its agent has restarted since and does not know."""
+
+    num_bytes: int = 0
+    """Read from storage for this rank."""
+
+    num_memory_bytes: int = 0
+    """Found in its node's memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UploadsSeen:
+    """How far a node's uploads for a plan are; told about once a second while there are any."""
+
+    node: str
+    plan_id: int
+    ranks: tuple[int, ...]
+    num_bytes_done: int
+    num_bytes: int
+    seconds: float
+    """Since the first of them began."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +109,8 @@ Message = (
     RankHere
     | RestoreAsked
     | RestoreReported
+    | RestoreEnded
+    | UploadsSeen
     | StepsMeasured
     | TableChanged
     | MetricsTaken

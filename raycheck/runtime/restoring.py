@@ -91,8 +91,22 @@ class RestoreRunner:
         if generation.commits is None:
             generation.may_commit(ref, self._settings)
             self._keeping.go_on_from(ref)
+            generation.untold_accounts = accounts
             self._on_open(generation)
-            self._reporter.restored(generation, ref, accounts)
-            # The parent's manifest will be rotated away: what it says of the data must not be lost with us.
-            self._keeping.thread.submit(self._events.flush)
+            self._tell_if_all_have_loaded(generation)
         self._tell_all(messages.ProceedRestore(ref))
+
+    def note(self, generation: Generation, ended: messages.RestoreEnded) -> None:
+        """Take in that a rank has loaded. May be told twice, the second time without what it cost."""
+        if ended.seconds is not None or ended.rank not in generation.loads:
+            generation.loads[ended.rank] = ended
+        self._tell_if_all_have_loaded(generation)
+
+    def _tell_if_all_have_loaded(self, generation: Generation) -> None:
+        accounts = generation.untold_accounts
+        if accounts is None or len(generation.loads) < generation.world_size:
+            return
+        generation.untold_accounts = None
+        self._reporter.restored(generation, accounts)
+        # The parent's manifest will be rotated away: what it says of the data must not be lost with us.
+        self._keeping.thread.submit(self._events.flush)

@@ -25,10 +25,12 @@ from raycheck.errors import (
     StateError,
 )
 from raycheck.runtime.link import RECONNECTED, AgentLink, adopt_segment
+from raycheck.runtime.slots import Slots
 from raycheck.state.codec import Codec
 from raycheck.state.device import default_copier
 from raycheck.state.memory import read_node_memory, snapshot_budget_bytes
 from raycheck.state.restore import Restorer
+from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Discarded, Snapshot, Snapshotter
 from raycheck.state.tree import StateTree
 
@@ -55,7 +57,7 @@ class WorkerContext:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What ``attach`` put back."""
+    """What ``attach`` put back on this rank."""
 
     step: int
     """Steps completed at the checkpoint."""
@@ -64,7 +66,7 @@ class Restored:
     """Number of the generation that wrote it."""
 
     seconds: float
-    """Time that the restore took."""
+    """Time that ``attach`` took to restore, in seconds, waiting for the slowest rank included."""
 
     source: str
     """From where this rank's part came: "storage"; "memory", what a former worker left on this node; or "both"."""
@@ -101,12 +103,24 @@ class Session:
             rank=context.rank,
             world_size=context.world_size,
         )
+        self._more_segments = [Segment() for _ in range(context.settings.max_in_flight - 1)]
+        self._slots = Slots(context.settings.max_in_flight)
+        self._slot = 0
+        """Of the snapshot that was begun last, which is the one that anything is told of."""
+
         self._table: list[Any] | None = None
         self._seen_plan_id = 0
         self._metrics: Mapping[str, Any] = {}
         self._taken: dict[str, Any] = {}
         """What goes with the snapshot that was begun last: it is sent later, and training goes on meanwhile."""
 
+        self._accepted_step: int | None = None
+        """The step at which the coordinator knows every rank to wait."""
+
+        self._ended_here: dict[str, Any] | None = None
+        """What became of an attempt at the present step since a checkpoint was asked for."""
+
+        self._has_closed = self._is_finished = False
         self._num_bytes_read = self._num_bytes_held = 0
         self._last_end_s = time.perf_counter()
         self._was_busy = False
@@ -114,6 +128,7 @@ class Session:
         self._snapshotter = Snapshotter(
             tree,
             self._segment,
+            more_segments=self._more_segments,
             rank=context.rank,
             world_size=context.world_size,
             codec=self._codec,
@@ -129,7 +144,7 @@ class Session:
             self._snapshotter.check()
             self._link = AgentLink(
                 address=context.address,
-                segment=self._segment,
+                segments=[self._segment, *self._more_segments],
                 generation=context.generation,
                 rank=context.rank,
                 world_size=context.world_size,
@@ -137,7 +152,7 @@ class Session:
             )
         except BaseException:
             self._snapshotter.close()
-            self._segment.close()
+            self._close_segments()
             raise
 
     # Restoring.
@@ -158,12 +173,17 @@ class Session:
         except BaseException:
             self.abandon()
             raise
+        seconds = time.perf_counter() - started_s
         self._link.has_joined = True
-        self._link.send("joined")
+        self._link.send(
+            "joined",
+            seconds=seconds,
+            num_bytes=self._num_bytes_read,
+            num_memory_bytes=self._num_bytes_held,
+        )
         self._last_end_s = time.perf_counter()
         if ref is None:
             return None
-        seconds = time.perf_counter() - started_s
         source = "both" if self._num_bytes_held and self._num_bytes_read else "storage"
         if self._num_bytes_held and not self._num_bytes_read:
             source = "memory"
@@ -312,8 +332,11 @@ class Session:
             self._link.send("missed", plan_id=plan.id)
             return
         self._report_outcome(self._snapshotter.settle(block=True))
+        # What freed an arena was sent before the plan that needs it was shown.
+        self._read_mail()
+        self._slot = self._slots.take(plan.id)
         try:
-            self._snapshotter.begin(plan)
+            self._snapshotter.begin(plan, slot=self._slot)
             self._taken = {
                 "metrics": self._metrics,
                 "place": self._watch.place(),
@@ -324,7 +347,7 @@ class Session:
             self._link.send("failed", plan_id=plan.id, reason=str(error))
 
     def _report_copied(self, plan: Plan, num_bytes: int) -> None:
-        self._link.send("copied", plan=list(plan), num_bytes=num_bytes)
+        self._link.send("copied", plan=list(plan), num_bytes=num_bytes, slot=self._slot)
 
     def _report_outcome(self, outcome: Snapshot | Discarded | None) -> None:
         match outcome:
@@ -333,6 +356,7 @@ class Session:
                     "staged",
                     plan=list(outcome.plan),
                     num_bytes=outcome.num_bytes,
+                    slot=self._slot,
                     stall_s=outcome.stall_s,
                     replica_digest=outcome.replica_digest,
                     **{**self._taken, "metrics": _numbers(self._taken["metrics"])},
@@ -342,22 +366,19 @@ class Session:
 
     def save(self, *, block: bool) -> bool:
         """Ask for a checkpoint; see `Checkpointer.save`."""
-        self._link.send("ask", step=self.step_number, is_waiting=block)
+        self._ask(is_waiting=block)
         if not block:
             return False
-        deadline_s = time.monotonic() + _SAVE_TOGETHER_S
-        while time.monotonic() < deadline_s:
-            end = None
-            for message in self._link.drain():
-                if message["op"] == "accept" and message["step"] == self.step_number:
-                    deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-                elif message["op"] == "ended" and message["plan"][1] == self.step_number:
-                    end = message
-                self._obey(message)
-            if end is not None:
-                if not end["is_committed"]:
-                    logger.warning("no checkpoint at step %d: %s", self.step_number, end["detail"])
-                return bool(end["is_committed"])
+        started_s = time.monotonic()
+        while time.monotonic() < started_s + self._save_timeout_s():
+            self._read_mail()
+            if self._ended_here is not None:
+                is_committed = bool(self._ended_here["is_committed"])
+                if not is_committed:
+                    logger.warning(
+                        "no checkpoint at step %d: %s", self.step_number, self._ended_here["detail"]
+                    )
+                return is_committed
             self._snapshot_here()
         logger.warning(
             "rank %d: save(block=True) at step %d returns without a checkpoint: not every rank has called it "
@@ -367,23 +388,26 @@ class Session:
         )
         return False
 
+    def _ask(self, *, is_waiting: bool) -> None:
+        self._accepted_step = self._ended_here = None
+        self._link.send("ask", step=self.step_number, is_waiting=is_waiting)
+
+    def _save_timeout_s(self) -> float:
+        return _CLOSE_TIMEOUT_S if self._accepted_step == self.step_number else _SAVE_TOGETHER_S
+
     def close(self) -> None:
         """Take part in a last checkpoint and wait for its end."""
         self._report_outcome(self._snapshotter.settle(block=True))
+        self._has_closed = True
         self._link.send("closed", step=self.step_number)
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        is_finished = False
-        while not is_finished and self._halt is None and time.monotonic() < deadline_s:
-            for message in self._link.drain():
-                if message["op"] == RECONNECTED:
-                    self._link.send("closed", step=self.step_number)
-                is_finished |= message["op"] == "finish"
-                self._obey(message)
+        while not self._is_finished and self._halt is None and time.monotonic() < deadline_s:
+            self._read_mail()
             self._snapshot_here()
         self.abandon()
         if self._halt is not None:
             raise self._halt
-        if not is_finished:
+        if not self._is_finished:
             logger.warning("rank %d: the last checkpoint was not confirmed", self._context.rank)
 
     def abandon(self) -> None:
@@ -393,7 +417,11 @@ class Session:
         """
         self._snapshotter.close()
         self._link.close()
-        self._segment.close()
+        self._close_segments()
+
+    def _close_segments(self) -> None:
+        for segment in (self._segment, *self._more_segments):
+            segment.close()
 
     def _snapshot_here(self) -> None:
         """Take a snapshot if one is planned for the step at which this rank stands; waits a moment."""
@@ -411,6 +439,20 @@ class Session:
         match message["op"]:
             case "keep_per_rank":
                 self._snapshotter.keep_per_rank()
+            case "accept":
+                self._accepted_step = message["step"]
+            case "ended":
+                plan_id, step = message["plan"]
+                self._slots.free(plan_id)
+                if step == self.step_number:
+                    self._ended_here = message
+            case "finish":
+                self._is_finished = True
+            case op if op == RECONNECTED:
+                # Nobody reads what is left in them.
+                self._slots.free_all()
+                if self._has_closed:
+                    self._link.send("closed", step=self.step_number)
             case "halt":
                 kind = FencedError if message["is_fenced"] else SaveError
                 self._halt = kind(message["reason"])

@@ -46,6 +46,7 @@ class Tuner:
         self._world_size = 1
         self._num_checkpoints = 0
         self._inside_at_last_start_s = 0.0
+        self._inside_when_safe_s = 0.0
         self._undecided_s = 0.0
         self._last_step_s: float | None = None
         self.decision: Decision | None = None
@@ -75,6 +76,8 @@ class Tuner:
         if self._estimator.costs() is not None:
             self._estimator.observe_resize(bytes_ratio=self._world_size / world_size)
         self._world_size = world_size
+        # What the group before had not saved is lost already.
+        self._inside_when_safe_s = self._meter.measured().inside_steps_s
         self._decide()
 
     def observe_steps(self, records: Iterable[tuple[float, float, bool]]) -> None:
@@ -100,6 +103,7 @@ class Tuner:
             stall_s=stall_s, persist_s=persist_s, bytes_per_rank=bytes_per_rank
         )
         self._inside_at_last_start_s = self._meter.measured().inside_steps_s - persist_s
+        self._inside_when_safe_s = max(self._inside_at_last_start_s, self._inside_when_safe_s)
         self._decide()
 
     @property
@@ -146,6 +150,11 @@ class Tuner:
         """What checkpoints have cost so far, as a fraction of the time inside steps."""
         return self._meter.measured().fraction
 
+    @property
+    def at_risk_s(self) -> float:
+        """Time inside steps since the last committed snapshot, or since the restore, seconds."""
+        return max(self._meter.measured().inside_steps_s - self._inside_when_safe_s, 0.0)
+
     def interval_text(self) -> str:
         """Return the interval for a log line."""
         if self.decision is None:
@@ -167,6 +176,7 @@ class Tuner:
             "interval_s": decision.interval_s if decision else None,
             "decided_by": decision.decided_by if decision else None,
             "reason": decision.reason if decision else None,
+            "mttf_s": decision.failures.mttf_s if decision and decision.failures else None,
         }
 
     def _decide(self) -> None:

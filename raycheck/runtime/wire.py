@@ -211,6 +211,7 @@ _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
         "has_joined": _is_flag,
     },
     "joined": {},
+    "arena": {},
     "table": {"rows": _are_rows},
     "copied": {"plan": _is_plan, "num_bytes": _is_whole},
     "staged": {
@@ -232,7 +233,9 @@ _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
 
 _OPTIONAL_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "adopt": {"generation": _is_generation, "rank": _is_whole, "world_size": _is_whole},
-    "staged": {"place": _is_text, "accounts": lambda value: type(value) is dict},
+    "joined": {"seconds": _is_duration, "num_bytes": _is_whole, "num_memory_bytes": _is_whole},
+    "copied": {"slot": _is_whole},
+    "staged": {"slot": _is_whole, "place": _is_text, "accounts": lambda value: type(value) is dict},
 }
 
 

@@ -45,11 +45,13 @@ def attach(
     Call it once in the train function, on every rank, after the model is
     wrapped. State is any mix of modules, optimizers, schedulers, scalers,
     other objects with ``state_dict`` and ``load_state_dict``, tensors, dicts,
-    lists and plain values; of the data, the loader. What is immutable is found restored in
-    ``checkpointer.values``.
+    lists and plain values; of the data, the loader. It is held by reference and
+    changed in place. What is immutable is found restored in ``checkpointer.values``.
 
-    Blocks until every rank has restored, and then for the copy into the live
-    state. No rank changes anything unless all can.
+    For the thread that trains. Blocks until every rank has restored and
+    verified its bytes, without a limit (a warning says so every 30 s), and then
+    for the copy into the live state. No rank changes anything unless all can.
+    Random generators of Python, NumPy and torch are part of the state.
 
     Args:
         optional: Do nothing, with one warning, where the run has no
@@ -69,7 +71,9 @@ def attach(
         ConfigError: If ``rename`` is wrong, or a loader cannot be resumed; says why.
         CheckpointMismatchError: If the run's checkpoint is another model's;
             nothing has been loaded.
-        CheckpointError: If no checkpoint of the run can be restored.
+        CheckpointError: If no checkpoint of the run can be restored, or the
+            store cannot be read now.
+        ConnectionError: If raycheck's agent on this node does not answer.
         RuntimeError: If this process has attached already.
     """
     global _attached
@@ -138,15 +142,22 @@ class Checkpointer:
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that one training step is complete: call it once after each optimizer update.
 
-        Blocks only for what must be copied at once when a snapshot is due:
-        no message is waited for and no rank for another.
+        On every rank the same number of times. Blocks only for what must be
+        copied at once when a snapshot is due: no message is waited for and no
+        rank for another. One exception: before a resize or an announced stop
+        the ranks stand still here at a step that is saved, until they are
+        stopped or let go, ten minutes at most.
 
         Args:
-            metrics: Numbers to store with a checkpoint of this step.
+            metrics: Numbers to store with a checkpoint of this step, by name.
+                Tensors of one element will do; they are read at a snapshot
+                only, so there is no need for ``.item()``. The rest is left out.
 
         Raises:
             SaveError: If more saves in a row failed than ``on_failure`` tolerates.
             FencedError: If a newer start of this run has taken over.
+            ConfigError: If a sampler was attached without its loader, and the
+                loop makes more steps than it has batches.
         """
         self._local_steps += 1
         self._watch.end_step()
@@ -156,13 +167,16 @@ class Checkpointer:
     def save(self, *, block: bool = False) -> bool:
         """Ask for a checkpoint at the next step that all ranks can agree on.
 
+        Without ``block`` one rank's call is enough, and it returns at once.
+
         Args:
-            block: Wait until it is committed. For this every rank must call
-                ``save(block=True)`` at the same step; if they have not within
-                a second, this warns and returns.
+            block: Wait until it is committed, ten minutes at most. For this
+                every rank must call ``save(block=True)`` at the same step; if
+                they have not within a second, this warns and returns.
 
         Returns:
-            True if a checkpoint of the present step is committed.
+            True if a checkpoint of the present step is committed; without
+            ``block`` always False, since nobody has waited for it.
         """
         return self._session.save(block=block) if self._session else False
 
@@ -171,7 +185,9 @@ class Checkpointer:
 
         An epoch that was under way comes again, and its loader yields the rest
         of it; so it does when the checkpoint fell after its last batch, with
-        no batch left, since what follows the batches has not run yet.
+        no batch left, since what follows the batches has not run yet. Tells
+        attached loaders the epoch (``set_epoch``). If none is left, one warning
+        says so. Without an attached loader all of them come.
         """
         loaders = [part for part in self._loaders() if callable(getattr(part, "set_epoch", None))]
         first = max((int(loader.epoch) for loader in loaders), default=0)
@@ -189,7 +205,8 @@ class Checkpointer:
         """Take a last checkpoint, if all ranks end at the same step, and let go.
 
         Blocks until it is committed, ten minutes at most. Called by itself
-        when the train function returns. Calling it again does nothing.
+        when the train function returns. Calling it again does nothing, and
+        after it ``step`` counts and saves nothing.
 
         Raises:
             SaveError, FencedError: As `step` does.
@@ -199,7 +216,10 @@ class Checkpointer:
             self._session = None
 
     def abandon(self) -> None:
-        """Let go at once, after an exception: the agents finish what was staged."""
+        """Let go at once: the agents finish what was staged. Called by itself when the train function raises.
+
+        Blocks for a copy that is under way, which is a matter of memory speed.
+        """
         if self._session is not None:
             self._session.abandon()
             self._session = None

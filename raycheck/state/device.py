@@ -49,10 +49,10 @@ class Copier(Protocol):
         """Return whether a tensor lies in memory that this copies from."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Make host memory fit for fast copies; it replaces what was pinned before."""
+        """Make host memory fit for fast copies."""
 
-    def unpin(self) -> None:
-        """Undo `pin`, before the memory is given up."""
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, before the memory is given up; nothing if it was not pinned."""
 
     def launch(self, copies: Copies, to_fingerprint: Sequence[torch.Tensor] = ()) -> Transfer:
         """Copy, and take fingerprints of flat uint8 tensors, behind all that has been launched."""
@@ -135,7 +135,7 @@ class CudaCopier:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned_address = 0
+        self._pinned: set[int] = set()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether it is a CUDA tensor."""
@@ -143,7 +143,7 @@ class CudaCopier:
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Register memory with the driver; without it copies are slower, and no less right."""
-        self.unpin()
+        self.unpin(address)
         register: Callable[..., object] = torch.cuda.cudart().cudaHostRegister
         result = register(address, num_bytes, 0)
         if int(getattr(result, "value", result)) != 0:  # type: ignore[call-overload]
@@ -153,13 +153,13 @@ class CudaCopier:
                 result,
             )
             return
-        self._pinned_address = address
+        self._pinned.add(address)
 
-    def unpin(self) -> None:
-        """Unregister the memory."""
-        if self._pinned_address:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
-            self._pinned_address = 0
+    def unpin(self, address: int) -> None:
+        """Unregister the memory, if it is registered."""
+        if address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+            self._pinned.remove(address)
 
     def launch(self, copies: Copies, to_fingerprint: Sequence[torch.Tensor] = ()) -> CudaTransfer:
         """Launch the copies of each device on its side stream."""

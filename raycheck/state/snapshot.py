@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,7 @@ class Snapshotter:
     Args:
         tree: The live state.
         segment: Where the shard goes.
+        more_segments: Where others go, while that one is being stored.
         rank: This rank.
         world_size: Ranks among which shared tensors are dealt.
         codec: For plain values.
@@ -119,8 +120,8 @@ class Snapshotter:
         on_copied: Called by the copy thread with the plan and the bytes of the
             shard once the arena holds it, before the verdict: it may be
             stored, and must not count yet. Must not raise.
-        budget_bytes: The most shared memory that the segment may take; None:
-            what it was made with.
+        budget_bytes: The most shared memory that the segments may take together;
+            None: what they were made with.
         copier: Copies what is in device memory. None: there is none.
     """
 
@@ -129,6 +130,7 @@ class Snapshotter:
         tree: StateTree,
         segment: Segment,
         *,
+        more_segments: Sequence[Segment] = (),
         rank: int,
         world_size: int,
         codec: Codec,
@@ -140,9 +142,16 @@ class Snapshotter:
         copier: Copier | None = None,
     ) -> None:
         self._tree = tree
+        self._segments = [segment, *more_segments]
         self._segment = segment
+        """That of the present snapshot; it changes only while no copy is under way."""
+
+        self._laid_out: dict[Segment, ShardImage] = {}
+        """What each arena has room for, and the header of."""
+
         if budget_bytes is not None:
-            segment.budget_bytes = budget_bytes
+            for each in self._segments:
+                each.budget_bytes = budget_bytes // len(self._segments)
         self._rank = rank
         self._world_size = world_size
         self._codec = codec
@@ -197,9 +206,10 @@ class Snapshotter:
         """Whether a snapshot awaits its verdict."""
         return self._pending is not None
 
-    def begin(self, plan: Plan) -> float:
+    def begin(self, plan: Plan, *, slot: int = 0) -> float:
         """Start the snapshot for ``plan``. The caller is at its step boundary.
 
+        It goes into the arena of that slot, which nobody may read any more.
         Blocks for the copy of what cannot wait, and about a microsecond per
         tensor. An earlier snapshot must have been settled.
 
@@ -212,6 +222,7 @@ class Snapshotter:
         """
         assert self._pending is None, "the snapshot before was not settled"
         started_s = time.perf_counter()
+        self._segment = self._segments[slot]
         capture = self._tree.capture()
         values = self._take_values(capture)
         live = Live.of(capture, world_size=self._world_size)
@@ -260,7 +271,8 @@ class Snapshotter:
             self._await_copies(self._pending)
         self._pending = None
         if self._copier is not None:
-            self._copier.unpin()
+            for segment in self._segments:
+                self._copier.unpin(segment.address)
         self._scratch.close()
         self._copy_scratch.close()
 
@@ -307,16 +319,19 @@ class Snapshotter:
         capture = self._tree.capture()
         try:
             values = self._take_values(capture)
-            self._lay_out(Live.of(capture, world_size=self._world_size), len(values))
+            placement = self._lay_out(Live.of(capture, world_size=self._world_size), len(values))
+            for segment in self._segments:
+                self._make_room(segment, placement.image)
         except (StateError, OSError):
             return  # the snapshot will say so
         self._jobs.put(self._make_pages)
 
     def _make_pages(self) -> None:
-        """Have the arena's memory made, and pinned where a device copies into it. In the copy thread."""
-        with self._arena_lock:
-            if self._segment.touch() and self._copier is not None:
-                self._copier.pin(self._segment.address, self._segment.arena_bytes)
+        """Have the arenas' memory made, and pinned where a device copies into it. In the copy thread."""
+        for segment in self._segments:
+            with self._arena_lock:
+                if segment.touch() and self._copier is not None:
+                    self._copier.pin(segment.address, segment.arena_bytes)
 
     def _take_values(self, capture: Capture) -> bytes:
         values = {**capture.values, "rng": capture_rng()}
@@ -335,19 +350,26 @@ class Snapshotter:
             and known.recognises(live)
             and present.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank)
         ):
+            self._make_room(self._segment, present.image)
             return present
         known = Acquaintance(live, known)
         placement = self._place(live, known, values_bytes)
+        self._make_room(self._segment, placement.image)
         if placement is not present:
-            image = placement.image
-            with self._arena_lock:
-                if self._copier is not None and image.num_bytes > self._segment.arena_bytes:
-                    self._copier.unpin()
-                self._segment.ensure(image.num_bytes)
-            self._segment.arena[: len(image.header)] = image.header
-            self._on_layout(image)
+            self._on_layout(placement.image)
         self._placement, self._known = placement, known
         return placement
+
+    def _make_room(self, segment: Segment, image: ShardImage) -> None:
+        """Have an arena large enough, and begin it with the header."""
+        if self._laid_out.get(segment) is image:
+            return
+        with self._arena_lock:
+            if self._copier is not None and image.num_bytes > segment.arena_bytes:
+                self._copier.unpin(segment.address)
+            segment.ensure(image.num_bytes)
+        segment.arena[: len(image.header)] = image.header
+        self._laid_out[segment] = image
 
     def _place(self, live: Live, known: Acquaintance, values_bytes: int) -> Placement:
         present = self._placement

@@ -303,14 +303,84 @@ def test_an_impossible_event_raises_and_changes_nothing(event):
     assert run.machine.plan == plan
 
 
+class TestTwoInFlight:
+    """Ranks have memory for two snapshots."""
+
+    @pytest.fixture
+    def run(self):
+        return Driver(max_in_flight=2, interval_steps=10)
+
+    @pytest.fixture
+    def first(self, run):
+        return run.published()
+
+    @pytest.fixture
+    def second(self, run, first):
+        """Published once the first is staged by all, while it is still being stored."""
+        assert run.stage(first, ranks=[0], digests=["x"]) == []
+        (action,) = run.stage(first, ranks=[1], digests=["x"])
+        assert run.machine.plans == (first, action.plan)
+        assert action.plan.step > first.step
+        return action.plan
+
+    def test_no_third_while_both_are_in_flight(self, run, first, second):
+        """Its memory is taken."""
+        assert run.stage(second) == []
+        assert run(p.Progress(second.step + 50, 0.1), p.Tick()) == []
+        (end, publish) = [*run.persist(first), *run(p.CommitEnded(first.id))][1:]
+        assert end.plan == first
+        assert run.machine.plans == (second, publish.plan)
+
+    @pytest.mark.parametrize("is_faster", [False, True])
+    def test_each_commits_when_it_is_whole(self, run, first, second, is_faster):
+        """The one that was begun later may be faster: the newest step stays the newest."""
+        run.stage(second)
+        for plan in (second, first) if is_faster else (first, second):
+            assert p.WriteCommit(plan, (shard(0), shard(1))) in run.persist(plan)
+            assert run.machine.is_committing(plan)
+            run(p.CommitEnded(plan.id))
+        assert run.machine.committed_step == second.step
+
+    def test_one_that_fails_leaves_the_other(self, run, first, second):
+        """Each is an attempt of its own; a failed upload plans nothing anew."""
+        (end,) = run(p.Failed(0, first.id, "disk full"))
+        assert (end.plan, end.reason) == (first, "failed")
+        assert run.machine.plans == (second,)
+        run.stage(second)
+        assert p.WriteCommit(second, (shard(0), shard(1))) in run.persist(second)
+
+    def test_a_rank_that_is_lost_ends_what_it_has_not_staged(self, run, first, second):
+        """The first is the agents' by now."""
+        (end,) = run(p.Lost(1))
+        assert (end.plan, end.reason) == (second, "lost")
+        assert run.persist(first) == [p.WriteCommit(first, (shard(0), shard(1)))]
+
+    def test_the_last_checkpoint_comes_alone(self, run, first, second):
+        """It ends the run for all: what is being stored comes first."""
+        (end,) = run(p.Closed(0, second.step + 1), p.Closed(1, second.step + 1))
+        assert (end.plan, end.reason) == (second, "closing")
+        assert run(p.Tick()) == []
+        run.persist(first)
+        (_, publish) = run(p.CommitEnded(first.id))
+        assert publish.plan.step == second.step + 1
+
+    def test_a_fenced_commit_ends_both(self, run, first, second):
+        """A newer start owns the run."""
+        run.persist(first)
+        *ends, halt = run(p.CommitEnded(first.id, "cut off", is_fenced=True))
+        assert [end.plan for end in ends] == [first, second]
+        assert halt.is_fenced
+
+
 class Oracle:
     """What must hold whatever happens, kept from the events alone."""
 
-    def __init__(self, world_size):
+    def __init__(self, world_size, max_in_flight=1):
         self.world_size = world_size
+        self.max_in_flight = max_in_flight
         self.staged: dict[int, dict[int, str]] = {}
         self.durable: dict[int, set[int]] = {}
-        self.open: Plan | None = None
+        self.open: list[Plan] = []
         self.asked_to_commit: set[int] = set()
         self.last_id = 0
 
@@ -324,11 +394,13 @@ class Oracle:
     def see_action(self, action):
         match action:
             case p.Publish(plan):
-                assert self.open is None, "one attempt at a time"
+                assert len(self.open) < self.max_in_flight, "each has memory of its own"
+                for before in self.open:
+                    assert len(self.staged[before.id]) == self.world_size, "it is staged, or none follows"
                 assert plan.id > self.last_id, "ids only grow"
-                self.open, self.last_id = plan, plan.id
+                self.open, self.last_id = [*self.open, plan], plan.id
             case p.WriteCommit(plan, shards):
-                assert plan == self.open, "only what is in flight is committed"
+                assert plan in self.open, "only what is in flight is committed"
                 assert plan.id not in self.asked_to_commit, "once"
                 assert len(self.durable[plan.id]) == self.world_size == len(shards)
                 assert len(self.staged[plan.id]) == self.world_size
@@ -336,9 +408,9 @@ class Oracle:
                 assert [info.rank for info in shards] == list(range(self.world_size))
                 self.asked_to_commit.add(plan.id)
             case p.EndAttempt(plan, reason):
-                assert plan == self.open
+                assert plan in self.open
                 assert reason != "committed" or plan.id in self.asked_to_commit
-                self.open = None
+                self.open = [other for other in self.open if other != plan]
 
 
 @st.composite
@@ -364,11 +436,11 @@ def histories(draw):
 
 
 @settings(max_examples=400, deadline=None)
-@given(histories())
-def test_no_history_breaks_the_invariants(history):
+@given(histories(), st.integers(1, 3))
+def test_no_history_breaks_the_invariants(history, max_in_flight):
     """Commit needs every rank's staged and durable word for one open plan, whatever else arrives."""
     world_size, events = history
-    run, oracle = machine(world_size), Oracle(world_size)
+    run, oracle = machine(world_size, max_in_flight=max_in_flight), Oracle(world_size, max_in_flight)
     now_s = 0.0
     for rank in range(world_size):
         run.handle(p.Joined(rank), now_s)
@@ -376,7 +448,7 @@ def test_no_history_breaks_the_invariants(history):
         now_s += pause_s
         # Most histories should get far: speak of the present plan where one is open.
         if oracle.open and getattr(event, "plan_id", None) in (1, 2, 3):
-            event = dataclasses.replace(event, plan_id=oracle.open.id)
+            event = dataclasses.replace(event, plan_id=oracle.open[event.plan_id % len(oracle.open)].id)
         oracle_before = oracle.open
         try:
             actions = run.handle(event, now_s)
@@ -386,4 +458,5 @@ def test_no_history_breaks_the_invariants(history):
         oracle.see_event(event)
         for action in actions:
             oracle.see_action(action)
-        assert run.plan == oracle.open
+        assert list(run.plans) == oracle.open
+        assert run.plan == (oracle.open[-1] if oracle.open else None)

@@ -116,8 +116,8 @@ class _Watched:
     def settle(self) -> None:
         """End all attempts, as a coordinator does, and check that the agent is as it was."""
         for worker in list(self.agent._workers.values()):
-            if worker.upload is not None:
-                self.agent.obey(messages.AttemptEnded(worker.upload.plan, False, "the batch is over"))
+            for job in list(worker.uploads.values()):
+                self.agent.obey(messages.AttemptEnded(job.plan, False, "the batch is over"))
         assert self.agent.status()["node"] == "n"
         assert all(thread.is_alive() for thread in self.agent._threads), "a thread of the agent died"
         # Connections that are being closed hold a few.

@@ -47,7 +47,7 @@ def test_an_agent_lost_during_the_commit_does_not_undo_it():
     events = [p.Staged(r, plan.id, 0.0, "", plan.step) for r in range(2)]
     events += [p.Durable(plan.id, shard(r), 0.0, plan.step) for r in range(2)]
     assert commits(machine_, *events)
-    assert machine_.is_committing
+    assert machine_.is_committing(plan)
     assert machine_.handle(p.Failed(0, plan.id, "the agent of its node has restarted"), 0.0) == []
     ended = machine_.handle(p.CommitEnded(plan.id), 0.0)[0]
     assert ended.is_committed

@@ -57,6 +57,7 @@ def test_no_interleaving_breaks_a_promise(keep_last, may_roll_back):
             max_generations=rng.choice([2, 4, 6]),
             fault_share=rng.choice([10, 40, 200]),
             call_fault_share=rng.choice([6, 20, 100]),
+            max_in_flight=1 + seed % 2,
         )
         faults.update(world.num_faults)
         num_acks += len(world.acks)

@@ -159,7 +159,10 @@ class Rank:
         self.reported: Any = None
         self.plan = (0, 0)
         self.seen_plan_id = 0
-        self.upload: dict[str, Any] | None = None
+        self.uploads: dict[int, dict[str, Any]] = {}
+        """By plan id."""
+
+        self.arenas: list[bytes] = [b""] * world.max_in_flight
         self.unjudged: tuple[int, int, bool] | None = None
         self.is_alive = True
 
@@ -167,7 +170,7 @@ class Rank:
         if self.step is None:
             self.tell("ask", self.rank)
         else:
-            uploading = self.upload["plan"][0] if self.upload else 0
+            uploading = tuple(sorted(self.uploads))
             self.tell("here", self.rank, self.step, self.plan[0], uploading)
             self.tell("event", protocol.Joined(self.rank))
 
@@ -266,13 +269,12 @@ class Rank:
         self._stage(plan_id, step)
 
     def _stage(self, plan_id: int, step: int) -> None:
-        if self.upload:
-            self.upload["cancelled"] = True
-        job = self.upload = {"plan": (plan_id, step), "cancelled": False, "durable": False}
+        slot = self._take_slot()
+        job = self.uploads[plan_id] = {"slot": slot, "cancelled": False, "durable": False}
         ref = CheckpointRef(step, self.generation.id, plan_id)
         # The verdict on a copy comes with the next update, when it may be stored already; some are bad.
         is_torn = self.world.choose(8) == 7
-        data = content("torn" if is_torn else self.state, ref, self.rank)
+        self.arenas[slot] = content("torn" if is_torn else self.state, ref, self.rank)
         key = f"{layout.checkpoint_prefix(ref)}/{layout.shard_name(self.rank, NUM_RANKS)}"
         self.unjudged = (plan_id, step, is_torn)
         if self.world.choose(2):
@@ -285,12 +287,33 @@ class Rank:
                 self.world.begin(Task("unstage", self, lambda run: run.store.delete([key]), lambda _: None))
             else:
                 job["durable"] = True
-                shard = ShardInfo(self.rank, layout.shard_name(self.rank, NUM_RANKS), len(data), digest(data))
+                shard = ShardInfo(
+                    self.rank, layout.shard_name(self.rank, NUM_RANKS), len(result), digest(result)
+                )
                 self.tell("event", protocol.Durable(plan_id, shard, 0.0, step))
 
-        self.world.begin(
-            Task(f"upload {step} by {self.rank}", self, lambda run: run.store.put(key, data), done)
-        )
+        def store(run: RunStore) -> bytes:
+            if len(self.arenas) > 1:
+                # So that the arena is read at some later time, when it must still hold this snapshot.
+                run.claims()
+            data = job.setdefault("data", self.arenas[slot])
+            run.store.put(key, data)
+            return data
+
+        self.world.begin(Task(f"upload {step} by {self.rank}", self, store, done))
+
+    def _take_slot(self) -> int:
+        """Return a free arena; where there is none, that of the oldest plan: nobody knows of it any more."""
+        used = {job["slot"] for job in self.uploads.values()}
+        free = [slot for slot in range(len(self.arenas)) if slot not in used]
+        if free:
+            return free[0]
+        return self._forget(min(self.uploads))["slot"]
+
+    def _forget(self, plan_id: int) -> dict[str, Any]:
+        job = self.uploads.pop(plan_id)
+        job["cancelled"] |= not job["durable"]
+        return job
 
     def _judge(self) -> None:
         if self.unjudged is None:
@@ -303,10 +326,9 @@ class Rank:
             self.tell("event", protocol.Staged(self.rank, plan_id, 0.0, "", step))
 
     def _ended(self, plan: tuple[int, int], is_committed: bool) -> None:
-        if self.upload and self.upload["plan"] == plan:
-            if not is_committed:
-                self.upload["cancelled"] = True
-            self.upload = None
+        job = self.uploads.pop(plan[0], None)
+        if job is not None and not is_committed:
+            job["cancelled"] = True
 
 
 class Coordinator:
@@ -389,6 +411,7 @@ class Coordinator:
             interval_steps=1,
             tolerated_failures=None,
             latency_s=LATENCY_S,
+            max_in_flight=self.world.max_in_flight,
             start_step=parent.step if parent else 0,
         )
 
@@ -400,21 +423,22 @@ class Coordinator:
                 self._carry_out_vote(self.vote.ask(rank))
             case ("report", rank, ref, error):
                 self._carry_out_vote(self.vote.report(rank, ref, error))
-            case ("here", rank, step, highest_plan_id, uploading_plan_id) if self.commits is not None:
-                self._rank_here(rank, step, highest_plan_id, uploading_plan_id)
+            case ("here", rank, step, highest_plan_id, uploading) if self.commits is not None:
+                self._rank_here(rank, step, highest_plan_id, uploading)
             case ("event", protocol.Joined(rank)) if self.commits is None:
                 self.joined_early.add(rank)
             case ("event", event):
                 self.feed(event)
 
-    def _rank_here(self, rank: int, step: int, highest_plan_id: int, uploading_plan_id: int) -> None:
-        plan = self.commits.plan
-        if plan is None:
+    def _rank_here(self, rank: int, step: int, highest_plan_id: int, uploading: tuple[int, ...]) -> None:
+        plans = self.commits.plans
+        if not plans:
             self.commits.skip_plans_to(highest_plan_id)
-        elif uploading_plan_id != plan.id and step >= plan.step:
-            self.feed(protocol.Failed(rank, plan.id, "restarted"))
-        elif highest_plan_id < plan.id:
-            self.tell_all("plan", tuple(plan))
+        for plan in plans:
+            if plan.id not in uploading and step >= plan.step:
+                self.feed(protocol.Failed(rank, plan.id, "restarted"))
+            elif highest_plan_id < plan.id:
+                self.tell_all("plan", tuple(plan))
 
     def _carry_out_vote(self, actions: list[voting.Action]) -> None:
         for action in actions:
@@ -553,6 +577,7 @@ class World:
         max_generations: Starts, some of them while an older one is alive.
         fault_share: Once in so many events a process may be killed or replaced.
         call_fault_share: One in so many storage calls may go wrong.
+        max_in_flight: Snapshots that each rank has memory for.
     """
 
     def __init__(
@@ -564,6 +589,7 @@ class World:
         max_generations: int = 4,
         fault_share: int = 30,
         call_fault_share: int = 8,
+        max_in_flight: int = 1,
     ) -> None:
         self.choose = choose
         self.objects = Objects()
@@ -583,6 +609,7 @@ class World:
         self.max_generations = max_generations
         self.fault_share = fault_share
         self.call_fault_share = call_fault_share
+        self.max_in_flight = max_in_flight
         self.trace: list[str] = []
 
     # What parts of the world ask of it.

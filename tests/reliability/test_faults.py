@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raycheck.runtime import messages
 from tests.reliability.chaos import KINDS, POINTS, Campaign, ChaosCluster, RestartableServer, applies
 
 WORKER = "SIGKILL of a worker"
@@ -83,6 +84,50 @@ def test_no_fault_loses_a_checkpoint(campaign, point, kind):
     """It fired; the run commits again; what restores is, bit for bit, no older than what was acknowledged."""
     outcome = campaign.inflict(point, kind, restarts=False)
     assert outcome.is_well, outcome
+
+
+@pytest.fixture(scope="module")
+def overlapping(tmp_path_factory):
+    """Uploads take longer than the interval, and ranks have memory for two snapshots."""
+    folder = tmp_path_factory.mktemp("overlapping")
+    cluster = ChaosCluster(str(folder / "run"), None, folder, max_in_flight=2, upload_bytes_per_s=1e5)
+    try:
+        yield Campaign(cluster)
+    finally:
+        cluster.close()
+
+
+OVERLAPPING_FAULTS = [
+    ("half uploaded", WORKER),
+    ("uploading", COORDINATOR),
+    ("half uploaded", AGENT),
+    ("written", COORDINATOR),
+    ("staged", AGENT),
+    ("half uploaded", DISK),
+    ("uploaded", REFUSAL),
+    ("half uploaded", ALL),
+]
+
+
+@pytest.mark.parametrize(("point", "kind"), OVERLAPPING_FAULTS, ids=lambda text: text.replace(" ", "-"))
+def test_no_fault_loses_a_checkpoint_where_two_are_in_flight(overlapping, point, kind):
+    """The same while one snapshot is stored beside another."""
+    outcome = overlapping.inflict(point, kind)
+    assert outcome.is_well, outcome
+    assert num_overlapping(overlapping.cluster.orders) > 0
+
+
+def num_overlapping(orders):
+    """Return how many plans were published to a node while another was in flight."""
+    found, open_plans = 0, set()
+    for order in orders:
+        match order:
+            case messages.PublishPlan(plan):
+                found += bool(open_plans - {plan})
+                open_plans.add(plan)
+            case messages.AttemptEnded(plan):
+                open_plans.discard(plan)
+    return found
 
 
 @pytest.fixture(scope="module")

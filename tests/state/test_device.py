@@ -31,8 +31,8 @@ class PlayedDevice:
     def pin(self, address, num_bytes):
         self.pinned.append((address, num_bytes))
 
-    def unpin(self):
-        self.pinned.append(None)
+    def unpin(self, address):
+        self.pinned = [pinned for pinned in self.pinned if pinned[0] != address]
 
     def launch(self, copies, to_fingerprint=()):
         transfer = PlayedTransfer(self, list(copies), list(to_fingerprint))
@@ -169,13 +169,12 @@ def test_the_arena_is_pinned_once_and_unpinned_before_it_goes(device):
     rank = Rank(copier=device, model=model, optimizer=optimizer)
     rank.save()
     rank.save()
-    assert len(device.pinned) == 2, "unpinned before the first arena, which is a formality; pinned"
+    assert device.pinned == [(rank.segment.address, rank.segment.arena_bytes)]
     model.more = torch.nn.Linear(300, 300)
     rank.save()
-    assert device.pinned[2] is None, "before the arena was replaced"
-    assert device.pinned[3] == (rank.segment.address, rank.segment.arena_bytes)
+    assert device.pinned == [(rank.segment.address, rank.segment.arena_bytes)], "not the arena before"
     rank.close()
-    assert device.pinned[-1] is None
+    assert device.pinned == []
 
 
 def test_ranks_are_compared_by_fingerprints(device):
