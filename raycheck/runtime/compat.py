@@ -1,11 +1,14 @@
 """The only file that touches Ray Train's internals.
 
-Tested with Ray 2.60. Hooks are looked up when they are used, so that a version
-without one degrades with a message instead of an AttributeError.
+Its callbacks are needed: a Ray without them is refused. Everything else is
+looked up when it is used, and a version that lacks it loses what hangs on it,
+with one warning that says so.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -14,22 +17,20 @@ from typing import Any
 import pyarrow.fs
 import ray
 import ray.train
-from ray.train.v2._internal.exceptions import (
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
-from ray.train.v2._internal.execution.callback import (
-    ControllerCallback,
-    WorkerCallback,
-    WorkerGroupCallback,
-)
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.context import get_train_context
-from ray.train.v2._internal.execution.controller.state import ResizingState, RunningState
-from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
-from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from raycheck.core.failure_rate import FailureKind
+
+try:
+    from ray.train.v2._internal.execution.callback import (
+        ControllerCallback,
+        WorkerCallback,
+        WorkerGroupCallback,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"Ray {ray.__version__} has not the callbacks of Ray Train that raycheck lives in ({error}); "
+        'install a version that it supports: pip install "ray[train]>=2.53,<=2.60"'
+    ) from error
 
 logger = logging.getLogger("raycheck")
 
@@ -55,6 +56,22 @@ __all__ = [
 ]
 
 
+@functools.cache
+def _find(module: str, name: str, otherwise: str) -> Any:
+    """Return something of Ray Train's internals; None where this version lacks it.
+
+    Args:
+        module: Below the package of the internals.
+        name: In that module.
+        otherwise: What does not work without it, for the one warning.
+    """
+    try:
+        return getattr(importlib.import_module(f"ray.train.v2._internal.{module}"), name)
+    except (ImportError, AttributeError):
+        logger.warning("Ray %s has no %s.%s: %s", ray.__version__, module, name, otherwise)
+        return None
+
+
 def rank_and_sizes() -> tuple[int, int, int]:
     """Return this worker's rank, the world size, and the number of workers on this node."""
     context = ray.train.get_context()
@@ -63,8 +80,11 @@ def rank_and_sizes() -> tuple[int, int, int]:
 
 def is_local_run() -> bool:
     """Whether this is a train function in Ray's local mode (``num_workers=0``), where no hooks run."""
+    get_utils = _find(
+        "execution.train_fn_utils", "get_train_fn_utils", "Ray's local mode (num_workers=0) is not recognised"
+    )
     try:
-        return not get_train_fn_utils().is_distributed()
+        return get_utils is not None and not get_utils().is_distributed()
     except RuntimeError:
         return False
 
@@ -91,6 +111,9 @@ def run_was_named(train_run_context: Any) -> bool:
     return not str(train_run_context.run_config.name).startswith("ray_train_run-")
 
 
+_DEATHS = ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
+
+
 def failure_kind(controller_state: Any) -> FailureKind | None:
     """Return what kind of failure a state of the controller stands for; None: for none.
 
@@ -102,7 +125,7 @@ def failure_kind(controller_state: Any) -> FailureKind | None:
     if type(error).__name__ == "PreemptionError":
         return "preempted"
     failures = getattr(error, "worker_failures", {}).values()
-    if any(isinstance(f, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError) for f in failures):
+    if any(type(failure).__name__ in _DEATHS for failure in failures):
         return "worker"
     return "exception" if failures else "worker"
 
@@ -119,12 +142,31 @@ def draining_nodes() -> dict[str, int]:
 
     Blocks for the cluster's head.
     """
-    return dict(ray._private.state.state.get_draining_nodes())
+    ask = _draining_nodes_call()
+    return dict(ask()) if ask is not None else {}
+
+
+@functools.cache
+def _draining_nodes_call() -> Callable[[], dict[str, int]] | None:
+    try:
+        ask: Callable[[], dict[str, int]] = ray._private.state.state.get_draining_nodes
+    except AttributeError:
+        logger.warning(
+            "Ray %s does not say which nodes it drains: nothing is saved because of it", ray.__version__
+        )
+        return None
+    return ask
 
 
 def is_resizing(previous_state: Any, current_state: Any) -> bool:
     """Whether a running worker group is about to be stopped for another size."""
-    return isinstance(previous_state, RunningState) and isinstance(current_state, ResizingState)
+    otherwise = "a resize loses the steps since the last checkpoint"
+    running, resizing = (
+        _find("execution.controller.state", name, otherwise) for name in ("RunningState", "ResizingState")
+    )
+    if running is None or resizing is None:
+        return False
+    return isinstance(previous_state, running) and isinstance(current_state, resizing)
 
 
 def stop_wait_s() -> float:
@@ -135,24 +177,43 @@ def stop_wait_s() -> float:
         return 3.0
 
 
+_MANAGER_PARTS = (
+    *("register_checkpoint", "_storage_context", "_checkpoint_config"),
+    *("_checkpoint_results", "_current_report_index"),
+)
+
+
 class RayCheckpoints:
     """Ray Train's own list of checkpoints, in the controller. Used in its event loop alone."""
 
-    def __init__(self, manager: CheckpointManager) -> None:
+    def __init__(self, manager: Any, make_report: Callable[..., Any]) -> None:
         self._manager = manager
+        self._make_report = make_report
         self._context = manager._storage_context
 
     @classmethod
     def of(cls, worker_group: Any) -> RayCheckpoints | None:
         """Return the list of the controller that started this group; None if this version of Ray hides it."""
+        otherwise = "checkpoints are not registered with Ray Train"
+        kind = _find("execution.checkpoint.checkpoint_manager", "CheckpointManager", otherwise)
+        make_report = _find("execution.training_report", "_TrainingReport", otherwise)
+        if kind is None or make_report is None:
+            return None
         callbacks = getattr(worker_group, "_callbacks", ())
-        manager = next((c for c in callbacks if isinstance(c, CheckpointManager)), None)
-        return None if manager is None else cls(manager)
+        manager = next((c for c in callbacks if isinstance(c, kind)), None)
+        missing = [name for name in _MANAGER_PARTS if not hasattr(manager, name)]
+        if missing:
+            logger.warning(
+                "Ray %s hides its list of checkpoints (%s): %s", ray.__version__, missing[0], otherwise
+            )
+            return None
+        return cls(manager, make_report)
 
     @property
     def num_to_keep(self) -> int | None:
         """How many Ray Train keeps; None: all."""
-        return self._manager._checkpoint_config.num_to_keep
+        num_to_keep: int | None = self._manager._checkpoint_config.num_to_keep
+        return num_to_keep
 
     def names(self) -> list[str]:
         """Return what it holds, oldest or worst first: paths below the run's folder, others whole."""
@@ -178,7 +239,7 @@ class RayCheckpoints:
         )
         num_reports = manager._current_report_index
         try:
-            manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+            manager.register_checkpoint(self._make_report(checkpoint, metrics, validation=False))
         finally:
             # get_all_reported_checkpoints() waits until it is the worker's own count.
             manager._current_report_index = num_reports
@@ -186,14 +247,13 @@ class RayCheckpoints:
 
 def after_train_function(*, on_return: Callable[[], None], on_error: Callable[[], None]) -> None:
     """Have a function called in this worker when its train function ends, in the same thread."""
-    runner = get_train_context().execution_context.training_thread_runner
+    otherwise = "call Checkpointer.close() at the end of the train function, or its last steps are not saved"
+    get_context = _find("execution.context", "get_train_context", otherwise)
+    execution = getattr(get_context(), "execution_context", None) if get_context is not None else None
+    runner = getattr(execution, "training_thread_runner", None)
     run = getattr(runner, "run", None)
-    if run is None:
-        logger.warning(
-            "this version of Ray (%s) has no hook at the end of the train function: call "
-            "Checkpointer.close() at its end, or the last checkpoint is not taken",
-            ray.__version__,
-        )
+    if runner is None or run is None:
+        logger.warning("Ray %s hides the thread that trains: %s", ray.__version__, otherwise)
         return
 
     def run_and_close(target: Callable[[], Any]) -> None:
@@ -209,4 +269,4 @@ def after_train_function(*, on_return: Callable[[], None], on_error: Callable[[]
         wrapped.__name__ = getattr(target, "__name__", "train_fn")
         run(wrapped)
 
-    runner.run = run_and_close  # type: ignore[method-assign]
+    runner.run = run_and_close

@@ -1,5 +1,9 @@
 """The callback's decisions, on Ray's own records but without a cluster."""
 
+import importlib
+import logging
+import subprocess
+import sys
 import types
 
 import pytest
@@ -40,6 +44,79 @@ def test_one_death_outweighs_the_errors_of_its_peers():
     ]
     assert kinds == ["worker", "exception"]
     assert compat.failure_kind(RunningState()) is None
+
+
+class TestAnotherRay:
+    """A version that lacks something loses what hangs on it, and says so once; it does not fail."""
+
+    @pytest.fixture
+    def without(self, monkeypatch, caplog):
+        found = importlib.import_module
+        missing = set()
+
+        def look(name):
+            if name in missing:
+                raise ImportError(f"no module named {name}")
+            return found(name)
+
+        def lose(*modules):
+            missing.clear()
+            missing.update(f"ray.train.v2._internal.{module}" for module in modules)
+            compat._find.cache_clear()
+
+        monkeypatch.setattr(compat.importlib, "import_module", look)
+        monkeypatch.setattr(logging.getLogger("raycheck"), "propagate", True)
+        yield lose
+        compat._find.cache_clear()
+
+    def test_a_resize_is_not_recognised(self, without, caplog):
+        """It goes on from the last checkpoint."""
+        without("execution.controller.state")
+        for _ in range(3):
+            assert not compat.is_resizing(RunningState(), RunningState())
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 2, "one for each of the two names"
+        assert all("a resize loses the steps since the last checkpoint" in each for each in told)
+
+    def test_nothing_is_registered(self, without, caplog):
+        """Ray's list is not found, or looks different."""
+        without("execution.training_report")
+        assert compat.RayCheckpoints.of(context(_callbacks=[])) is None
+        assert "checkpoints are not registered with Ray Train" in caplog.text
+        compat._find.cache_clear()
+        caplog.clear()
+        without()
+        assert compat.RayCheckpoints.of(context(_callbacks=[])) is None
+        assert "hides its list of checkpoints (register_checkpoint)" in caplog.text
+
+    def test_local_mode_and_the_end_of_training(self, without, caplog):
+        """Neither is an error."""
+        without("execution.train_fn_utils", "execution.context")
+        assert not compat.is_local_run()
+        compat.after_train_function(on_return=lambda: None, on_error=lambda: None)
+        assert "call Checkpointer.close() at the end of the train function" in caplog.text
+
+    def test_drains(self, monkeypatch, caplog):
+        """Nothing is announced."""
+        monkeypatch.setattr(logging.getLogger("raycheck"), "propagate", True)
+        monkeypatch.delattr(type(compat.ray._private.state.state), "get_draining_nodes")
+        compat._draining_nodes_call.cache_clear()
+        assert compat.draining_nodes() == {}
+        assert "does not say which nodes it drains" in caplog.text
+        compat._draining_nodes_call.cache_clear()
+
+    def test_without_callbacks_the_import_says_what_to_install(self):
+        """There is nothing that raycheck could do there."""
+        code = (
+            "import ray.train, ray.train.v2._internal.execution.callback as callback\n"
+            "del callback.WorkerCallback\n"
+            "import raycheck.runtime.compat"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 1
+        assert 'pip install "ray[train]>=' in done.stderr.splitlines()[-1]
 
 
 def test_paths_and_urls_are_joined_before_a_query():
