@@ -91,6 +91,33 @@ def test_the_score_decides_which_are_kept_but_never_against_the_newest(tmp_path)
     assert steps_on_disk(tmp_path) == [1, 2, 4]
 
 
+def test_on_s3_ray_deletes_what_it_does_not_keep_and_nothing_beside_it(s3_url, s3_server, monkeypatch):
+    """Whole folders of checkpoints that are ours, by Ray's own file system."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    endpoint = s3_server.endpoint.removeprefix("http://")
+    folder = f"{s3_url.url}?endpoint_override={endpoint}&scheme=http"
+    paths = [f"raycheck/checkpoints/step-{step:010d}-g000001-ab-p000001" for step in (1, 10, 100)]
+    for path in paths:
+        for name in ("shard-00000-of-00001.safetensors", "manifest.json"):
+            s3_url.client.put_object(
+                Bucket=s3_url.bucket, Key=f"{s3_url.prefix}/run/{path}/{name}", Body=b"x"
+            )
+
+    async def run():
+        _, checkpoints = checkpoints_in(folder, num_to_keep=1)
+        for path in paths[:2]:
+            assert checkpoints.exists(path)
+            checkpoints.register(path, {})
+        return checkpoints.names()
+
+    assert asyncio.run(run()) == [paths[1]]
+    listed = s3_url.client.list_objects_v2(Bucket=s3_url.bucket, Prefix=f"{s3_url.prefix}/")["Contents"]
+    found = {each["Key"].rpartition("/")[0].removeprefix(f"{s3_url.prefix}/run/") for each in listed}
+    assert found & set(paths) == set(paths[1:])
+
+
 class Handle:
     """Stands for the coordinator's handle: answers with offers and notes what it was told."""
 
