@@ -76,7 +76,7 @@ class ConfigError(RaycheckError, ValueError):
 
 
 class NotEnabledError(RaycheckError, RuntimeError):
-    """``attach`` was called in a run without ``AutoCheckpoint``."""
+    """``attach`` was called in a run without ``AutoCheckpoint``. No attributes."""
 
 
 class StateError(RaycheckError, TypeError):
@@ -84,7 +84,7 @@ class StateError(RaycheckError, TypeError):
 
 
 class StorageError(RaycheckError, OSError):
-    """A storage operation failed after all retries. Attributes: ``key``, ``operation``."""
+    """A storage operation failed after all retries. Attributes where they are known: ``key``, ``operation``."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
@@ -96,15 +96,18 @@ class StoragePermissionError(StorageError, PermissionError):
 
 
 class CheckpointError(RaycheckError):
-    """A checkpoint cannot be used. Attributes: ``step``, ``key``."""
+    """A checkpoint cannot be used. Attributes where they are known: ``step``, ``key``."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes are missing or differ from the committed checksum."""
+    """Stored bytes are missing or differ from the committed checksum. Attributes as of `CheckpointError`."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint belongs to another model, data set or seed."""
+    """The checkpoint belongs to another model, data set or seed; nothing of it was loaded.
+
+    Attributes where they are known: ``problems``, one line for each difference, or ``field``.
+    """
 
 
 class CheckpointNotFoundError(CheckpointError, LookupError):
@@ -112,8 +115,8 @@ class CheckpointNotFoundError(CheckpointError, LookupError):
 
 
 class SaveError(RaycheckError):
-    """Saving failed more often in a row than ``on_failure`` tolerates."""
+    """Saving failed more often in a row than ``on_failure`` tolerates. Its message has the last cause."""
 
 
 class FencedError(RaycheckError):
-    """A newer generation of this run exists. Attributes: ``generation``, ``newer``."""
+    """A newer generation of this run exists: another start of it has taken over. Its message names both."""

@@ -9,7 +9,9 @@ A fault is an object that is put between a store and what it stands on:
 
 Each counts how often it fired; a test that never met its fault proves nothing.
 Operations are "write" (whole objects), "begin", "part", "complete", "abort",
-"read", "size", "list", "delete", "sweep". No Ray is needed here.
+"read", "size", "list", "delete", "sweep"; where none is named, all are meant.
+Faults are called from the store's threads, and count under a lock. No Ray is
+needed here.
 """
 
 from __future__ import annotations
@@ -52,13 +54,20 @@ __all__ = [
 
 
 def s3_error(code: str, status: int = 400) -> ClientError:
-    """Return an error as a server of S3 gives it."""
+    """Return an error as a server of S3 gives it, such as ``s3_error("SlowDown", 503)``."""
     answer = {"Error": {"Code": code, "Message": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     return ClientError(answer, "Test")
 
 
 class Fault:
-    """Does nothing wrong; the others override what they break."""
+    """Does nothing wrong; the others override what they break.
+
+    ``num_fired`` counts how often it did something, ``num_calls`` what it counted
+    on the way, from 1.
+
+    Args:
+        *operations: Which it concerns. None named: all.
+    """
 
     def __init__(self, *operations: str) -> None:
         self.operations = operations
@@ -100,7 +109,7 @@ class Fault:
 
 
 class Slow(Fault):
-    """Every call of the operations takes ``delay_s`` longer."""
+    """Every call of the operations takes ``delay_s`` seconds longer."""
 
     def __init__(self, delay_s: float, *operations: str) -> None:
         super().__init__(*operations)
@@ -113,7 +122,10 @@ class Slow(Fault):
 
 
 class FailNth(Fault):
-    """Calls number ``nth`` to ``nth + times - 1`` of the operations fail before anything is done."""
+    """Calls number ``nth`` (from 1) to ``nth + times - 1`` of the operations fail before anything is done.
+
+    They raise ``error()``, by default what S3 answers when it is asked too often.
+    """
 
     def __init__(
         self,
@@ -135,7 +147,7 @@ class FailNth(Fault):
 
 
 class FailSome(Fault):
-    """Calls fail where ``draw()`` is below ``share``; pass a seeded generator's ``random``."""
+    """Calls fail with a lost connection where ``draw()`` is below ``share``; pass a seeded generator's ``random``."""
 
     def __init__(self, share: float, draw: Callable[[], float], *operations: str) -> None:
         super().__init__(*operations)
@@ -152,7 +164,7 @@ class FailSome(Fault):
 
 
 class LoseReply(Fault):
-    """Call number ``nth`` of the operations is done, and then fails."""
+    """Call number ``nth`` (from 1) of the operations is done, and then fails with a lost connection."""
 
     def __init__(self, nth: int, *operations: str) -> None:
         super().__init__(*operations)
@@ -166,7 +178,7 @@ class LoseReply(Fault):
 
 
 class ExpireCredentials(Fault):
-    """After ``num_calls`` calls, all fail until the client is built anew, which helps ``renewals`` times."""
+    """After ``after_calls`` calls, all fail until the client is built anew, which helps ``renewals`` times."""
 
     def __init__(self, after_calls: int, *, renewals: int = 1) -> None:
         super().__init__()
@@ -225,7 +237,7 @@ class RejectEmpty(Fault):
 
 
 class StaleListing(Fault):
-    """Each folder's first listing is served again and again."""
+    """Each folder's first listing is served again and again: what raycheck must refuse when a job starts."""
 
     def __init__(self) -> None:
         super().__init__("list")
@@ -247,7 +259,7 @@ class CutParts(Fault):
 
 
 class FullDisk:
-    """An ``os.pwrite`` that writes ``capacity_bytes`` and then finds the disk full."""
+    """An ``os.pwrite`` that writes ``capacity_bytes`` and then raises ``OSError`` with ``ENOSPC``."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -316,7 +328,7 @@ class _BufferedFile(io.BytesIO):
 
 
 class FaultyConnect:
-    """A ``connect`` for ``Store`` that puts faults before the real one."""
+    """A ``connect`` for ``Store`` that puts faults before the real one, in the order given."""
 
     def __init__(
         self, *faults: Fault, connect: Callable[[Location, Mapping[str, Any]], Backend] = connect_directly

@@ -109,12 +109,12 @@ class DataPosition:
 
     @property
     def place(self) -> str:
-        """Where this rank is, as a text that must be the same on all ranks."""
+        """Where this rank is, as a text that must be the same on all ranks. For raycheck itself."""
         return f"epoch {self.epoch} after {self.cursor.consumed} items"
 
     @property
     def dealing(self) -> Dealing:
-        """How the epoch is cut into steps and dealt to the ranks."""
+        """How the epoch is cut into steps and dealt to the ranks. For raycheck itself."""
         return self._dealing
 
     @property
@@ -170,11 +170,11 @@ class DataPosition:
         self._advance(num_batches)
 
     def count_by(self, counting: Counting) -> None:
-        """Say who counts from now on. For ``attach``."""
+        """Say who counts from now on. For raycheck itself: `attach`."""
         self._counting = counting
 
     def end_step(self) -> None:
-        """Count one batch for a training step, unless `advance` is called by hand. For ``ckpt.step()``."""
+        """Count one batch for a step, unless `advance` is called by hand. For raycheck itself: ``ckpt.step()``."""
         if self._counting is Counting.HAND:
             return
         self._counting = Counting.STEP
@@ -189,11 +189,11 @@ class DataPosition:
         self._num_consumed += 1
 
     def count(self) -> None:
-        """Count one batch that the loop has received: without checks, on every batch's way."""
+        """Count one batch that the loop has received: without checks, on every batch's way. For raycheck itself."""
         self._num_consumed += 1
 
     def end_pass(self) -> None:
-        """Take note that the loop has seen the end of a pass."""
+        """Take note that the loop has seen the end of a pass. For raycheck itself."""
 
     def _advance(self, num_batches: int) -> None:
         num_left = self._rest.num_steps - self._num_consumed
@@ -217,7 +217,10 @@ class DataPosition:
             self._go_to(self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain JSON values. The same on every rank."""
+        """Return the position as plain JSON values. The same on every rank.
+
+        Warns if batches were given out and nothing was ever counted.
+        """
         if self._num_produced and self._counting is Counting.NOBODY:
             warnings.warn(
                 f"{type(self).__name__} gave out {self._num_produced} batches of epoch {self.epoch} and was "

@@ -46,8 +46,9 @@ def load(
     """Read a checkpoint: for evaluation, serving, or a look.
 
     Every byte that is read is verified before anything of ``into`` changes. No
-    code of the checkpoint runs. Blocks until it is read. Random generators are
-    left as they are; of what each rank had for itself, rank 0's is taken.
+    code of the checkpoint runs. Blocks until it is read; one call at a time in a
+    process, from any thread. Random generators are left as they are; of what
+    each rank had for itself, rank 0's is taken.
 
     Args:
         checkpoint: A ``ray.train.Checkpoint``; the path or URL of a run, whose
