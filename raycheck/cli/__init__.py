@@ -36,6 +36,8 @@ _COMMANDS = {
     ),
     "audit": ("audit", "Prove from a run's telemetry which items each epoch consumed."),
     "report": ("report", "Make one HTML file that shows what a run did and where its time went."),
+    "watch": ("watch", "Show live how a running job stands: steps, the next checkpoint, uploads, overhead."),
+    "dashboard": ("dashboard", "Print a Grafana dashboard of raycheck's metrics, as JSON."),
     "doctor": ("doctor", "Check whether this machine, or a Ray cluster's nodes, have what raycheck needs."),
 }
 """Per command the module below this one that has its function, and the first line of its help."""

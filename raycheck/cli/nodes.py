@@ -1,9 +1,10 @@
-"""Gathers facts on every node of a Ray cluster."""
+"""Connects to a Ray cluster, and gathers facts on every node of it."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -30,6 +31,20 @@ def gather_on_nodes(
     Raises:
         ClusterError: If the cluster cannot be reached.
     """
+    with connected(address):
+        return _ask_all(url, options, probe_bytes)
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be a driver of a cluster. Blocks until it is reached.
+
+    Args:
+        address: "host:port", "auto", or whatever else ``ray.init`` takes.
+
+    Raises:
+        ClusterError: If it cannot be reached.
+    """
     _knock(address)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -37,7 +52,7 @@ def gather_on_nodes(
     except Exception as error:
         raise ClusterError(f"--address {address}: no Ray cluster can be reached: {error}") from error
     try:
-        return _ask_all(url, options, probe_bytes)
+        yield
     finally:
         ray.shutdown()
 

@@ -25,10 +25,7 @@ logger = logging.getLogger("raycheck")
 _MAX_ROWS = 100_000
 """Of one object: a flush has a few hundred."""
 
-_NUM_RECENT = 10
-
-COMMON_KINDS = frozenset({"checkpoint", "interval", "progress"})
-"""What a run tells of all the time."""
+_NUM_RECENT = 8
 
 _COLUMNS = ("unix_s", "kind", "generation", "writer", "facts")
 _SCHEMA = pa.schema([(name, pa.float64() if name == "unix_s" else pa.string()) for name in _COLUMNS])
@@ -50,11 +47,8 @@ class EventLog:
         self._num_flushes = 0
         self._flushed_s = time.monotonic()
         self._rows: list[dict[str, Any]] = []
-        # The many do not push out the few.
-        self._recent: tuple[deque[dict[str, Any]], deque[dict[str, Any]]] = (
-            deque(maxlen=_NUM_RECENT),
-            deque(maxlen=_NUM_RECENT),
-        )
+        # By kind, so that the many do not push out the few.
+        self._recent: dict[str, deque[dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def record(self, kind: str, generation: str, **facts: Any) -> None:
@@ -67,17 +61,17 @@ class EventLog:
             "facts": json.dumps(facts),
         }
         with self._lock:
-            self._recent[kind in COMMON_KINDS].append(row)
+            self._recent.setdefault(kind, deque(maxlen=_NUM_RECENT)).append(row)
             if self._store is not None:
                 self._rows.append(row)
 
     def recent(self) -> list[dict[str, Any]]:
         """Return the newest events as `read_events` gives them, oldest first; also where none are stored.
 
-        At most ten of the common kinds, and ten of the others, however long ago those were.
+        At most eight of each kind, however long ago those were.
         """
         with self._lock:
-            rows = [row for some in self._recent for row in some]
+            rows = [row for some in self._recent.values() for row in some]
         rows.sort(key=lambda row: float(row["unix_s"]))
         return [{**row, "facts": json.loads(row["facts"])} for row in rows]
 

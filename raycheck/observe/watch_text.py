@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from raycheck.core.interval_text import seconds_text
 from raycheck.core.telemetry import Event
-from raycheck.observe.events import COMMON_KINDS
 from raycheck.observe.report.texts import (
     bytes_text,
     event_text,
@@ -26,6 +25,8 @@ _MAX_NODES = 8
 _MAX_EVENTS = 6
 _BAR_WIDTH = 20
 _PROGRESS_EVERY_S = 10.0
+_UNDER_WAY = {"copying": "copied", "uploading": "uploaded", "committing": "committed"}
+_AGE_WIDTH = 10
 
 
 class Line(NamedTuple):
@@ -38,6 +39,9 @@ class Line(NamedTuple):
     tone: Tone = ""
     max_rows: int = 3
     """What is longer is cut off."""
+
+    hang: int = 0
+    """Columns by which further rows are set in."""
 
 
 def screen(view: View, *, width: int) -> list[Line]:
@@ -145,6 +149,8 @@ def _checkpoints(view: View) -> Iterator[Line]:
     if view.failures_in_a_row:
         yield Line("", f"{plural(view.failures_in_a_row, 'save')} in a row failed since", "bad")
     yield Line("next", _next(view))
+    if view.interval_s and view.plan_step is None and (view.next_in_s or 0.0) > 1.1 * view.interval_s:
+        yield Line("", "later than the interval says, until the overhead is within its bound again", "dim")
     risk = _risk(view)
     if risk:
         yield Line("at risk", risk)
@@ -154,10 +160,10 @@ def _next(view: View) -> str:
     if view.source == "telemetry":
         return "not known from telemetry"
     step, seconds = view.next_step, view.next_snapshot_s
-    if view.phase in ("copying", "uploading", "committing"):
-        return f"step {step:,} is {'being copied' if view.phase == 'copying' else view.phase}"
     if step is None:
         return "as soon as steps have been measured"
+    if view.phase in _UNDER_WAY:
+        return f"step {step:,} is being {_UNDER_WAY[view.phase]}"
     about = "" if view.plan_step is not None else "about "
     when = "" if seconds is None else f", in about {rough(seconds)}" if seconds >= 0.05 else ", now"
     return f"{about}step {step:,}{when}"
@@ -208,15 +214,22 @@ def _upload(upload: UploadView) -> str:
 def _events(view: View) -> Iterator[Line]:
     for index, event in enumerate(_chosen(view.events)[::-1]):
         age = f"{rough(max(view.unix_s - event.unix_s, 0.0))} ago"
-        yield Line("events" if index == 0 else "", f"{age:>10}  {_event(event)}", "dim" if index else "", 1)
+        yield Line(
+            "events" if index == 0 else "",
+            f"{age:>{_AGE_WIDTH}}  {_event(event)}",
+            tone="dim" if index else "",
+            max_rows=1 if event.kind in ("checkpoint", "interval") else 2,
+            hang=_AGE_WIDTH + 2,
+        )
 
 
 def _chosen(events: Sequence[Event]) -> list[Event]:
-    """Return the newest few, of which common ones fill what others leave, and half the room in any case."""
-    common = [event for event in events if event.kind in COMMON_KINDS]
-    others = [event for event in events if event.kind not in COMMON_KINDS][-_MAX_EVENTS // 2 :]
-    kept = {id(event) for event in [*common[-(_MAX_EVENTS - len(others)) :], *others]}
-    return [event for event in events if id(event) in kept]
+    """Return the newest of each kind, as far as there is room; then the newest of all."""
+    told = [event for event in events if event.kind != "progress"]
+    newest = {event.kind: event for event in told}
+    firsts = {id(event) for event in newest.values()}
+    ranked = sorted(told[::-1], key=lambda event: id(event) not in firsts)[:_MAX_EVENTS]
+    return sorted(ranked, key=lambda event: event.unix_s)
 
 
 def _event(event: Event) -> str:
@@ -247,6 +260,8 @@ def _clock(unix_s: float) -> str:
 def _fitted(line: Line, width: int) -> list[Line]:
     """Wrap a line, and cut it off after its last row."""
     room = max(width - (0 if line.label is None else _LABEL_WIDTH), 20)
-    texts = textwrap.wrap(line.text, room, max_lines=line.max_rows, placeholder=" …")
+    texts = textwrap.wrap(
+        line.text, room, max_lines=line.max_rows, placeholder=" …", subsequent_indent=" " * line.hang
+    )
     rest = None if line.label is None else ""
     return [Line(line.label if index == 0 else rest, text, line.tone) for index, text in enumerate(texts)]

@@ -23,7 +23,7 @@ from raycheck.runtime.metrics import GaugeThread, RayMetrics
 from raycheck.runtime.notices import DrainSource, NoticeWatcher, sources_of_this_machine
 from raycheck.runtime.outbox import Outbox
 from raycheck.runtime.registration import Offer
-from raycheck.runtime.watching import NAMESPACE, coordinator_name
+from raycheck.runtime.watching import NAMESPACE
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
@@ -141,13 +141,15 @@ class AgentActor:
         store_url: str,
         store_options: Mapping[str, Any] | None,
         limits: Limits,
-        coordinator: Any,
+        coordinator_name: str,
     ) -> None:
         _configure_logging()
         with contextlib.suppress(OSError):
             # Training goes first where both want the processor.
             os.nice(limits.niceness)
-        self._coordinator = coordinator
+        # A handle among the arguments would be something that Ray may lose before it restarts this actor.
+        self._coordinator_name = coordinator_name
+        self._coordinator: Any = None
         self._handle: Any = None
         self._agent = Agent(
             node=node,
@@ -176,6 +178,7 @@ class AgentActor:
 
     def _deliver(self, delivery: messages.Delivery) -> None:
         if self._handle is None:
+            self._coordinator = ray.get_actor(self._coordinator_name, namespace=NAMESPACE)
             self._handle = ray.get_runtime_context().current_actor
         reference = self._coordinator.receive.remote(delivery, self._handle)
         if not ray.get(reference, timeout=_DELIVERY_TIMEOUT_S):
@@ -190,6 +193,7 @@ def _draining_nodes() -> Mapping[str, int]:
 
 
 def start_coordinator(
+    name: str,
     store_url: str,
     store_options: Mapping[str, Any] | None,
     settings: Settings,
@@ -200,15 +204,16 @@ def start_coordinator(
     """Start the coordinator on this node, owned by this process.
 
     Args:
+        name: Of the actor, which no other has.
         store_url: Of the run's store.
         store_options: Of its file system.
         settings: As the user chose them.
-        run_name: As Ray Train has it; in the actor's name and the metrics.
+        run_name: As Ray Train has it; in the metrics.
         run_id: As Ray Train has it; another at each start.
     """
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(CoordinatorActor).options(
-        name=coordinator_name(run_name, store_url),
+        name=name,
         namespace=NAMESPACE,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         **_OPTIONS,
@@ -222,10 +227,10 @@ def start_agent(
     store_url: str,
     store_options: Mapping[str, Any] | None,
     limits: Limits,
-    coordinator: Any,
+    coordinator_name: str,
 ) -> Any:
     """Start an agent on a node, owned by this process."""
     actor = ray.remote(AgentActor).options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **_OPTIONS
     )
-    return actor.remote(node, address, store_url, store_options, limits, coordinator)
+    return actor.remote(node, address, store_url, store_options, limits, coordinator_name)

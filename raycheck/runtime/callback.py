@@ -22,6 +22,7 @@ from raycheck.runtime.filesystem import place_of
 from raycheck.runtime.registrar import Registrar
 from raycheck.runtime.session import WorkerContext
 from raycheck.runtime.signals import install_sigterm
+from raycheck.runtime.watching import coordinator_name
 from raycheck.store.retry import PATIENT
 
 logger = logging.getLogger("raycheck")
@@ -60,6 +61,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
         else:
             self._settings = make_settings(settings)
         self._coordinator: Any = None
+        self._coordinator_name = ""
         self._registrar: Registrar | None = None
         self._agents: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
@@ -93,11 +95,14 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 "set RunConfig(name=...)"
             )
         self._store_url, self._store_options = self._choose_store(train_run_context)
+        run_name = compat.run_path(train_run_context)[1]
+        self._coordinator_name = coordinator_name(run_name, self._store_url)
         self._coordinator = actors.start_coordinator(
+            self._coordinator_name,
             self._store_url,
             self._store_options,
             self._settings,
-            run_name=compat.run_path(train_run_context)[1],
+            run_name=run_name,
             run_id=compat.run_id(train_run_context),
         )
         self._registrar = Registrar(self._coordinator, self._settings)
@@ -209,7 +214,7 @@ class AutoCheckpoint(compat.ControllerCallback, compat.WorkerGroupCallback, comp
                 self._store_url,
                 self._store_options,
                 limits,
-                self._coordinator,
+                self._coordinator_name,
             )
         ray.get([self._agents[node].ready.remote() for node in nodes], timeout=_START_TIMEOUT_S)
 
