@@ -31,8 +31,10 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
     goes on from the position: after a ``break`` at the next batch, after an
     epoch's last batch in the next epoch. (Torch's would start over. To look at
     a batch without consuming it, load the state from before the look.) An older
-    iterator of the same loader then ends with an error. All ranks must take the
-    same number of batches.
+    iterator of the same loader then ends with an error. One that has given no
+    batch yet follows the position where it is loaded or set: frameworks make
+    their iterator before they call back. All ranks must take the same number
+    of batches.
 
     **Dealing.** Each rank gets its part of each step's items: no
     ``DistributedSampler`` is needed. The last batches may be smaller, and only
@@ -124,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         position.count_by(Counting.LOADER)
         self.is_counted_outside = False
         self._position = position
-        self._iterator_number = 0
+        self._iterator_number = self._pass_number = 0
 
     @property
     def epoch(self) -> int:
@@ -162,9 +164,12 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
         Starts worker processes as torch does, but none where no batch is left.
         """
         self._iterator_number += 1
+        self._pass_number += 1
+        return _Batches(self)
+
+    def _begin(self) -> Iterator[Any]:
         self._position.begin(seeds_workers=self.num_workers > 0)
-        batches = super().__iter__() if len(self) else iter(())
-        return _Batches(self, batches)
+        return super().__iter__() if len(self) else iter(())
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch: to its start, or if it is the present one, nowhere.
@@ -216,15 +221,19 @@ class DataLoader(torch.utils.data.DataLoader[Item]):
 class _Batches(Iterator[Any]):
     """One pass over a loader. Counts what is taken from it; out of date once the loader's number moves on."""
 
-    def __init__(self, loader: DataLoader[Any], batches: Iterator[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self._batches = batches
-        self._number = loader._iterator_number
+        self._batches = loader._begin()
+        self._number, self._pass_number = loader._iterator_number, loader._pass_number
+        self._has_begun = False
         # Around a loader that fetches ahead, what it yields is counted, not what it fetches.
         self._is_counted_outside = loader.is_counted_outside
 
     def __next__(self) -> Any:
         loader = self._loader
+        if not self._has_begun and self._pass_number == loader._pass_number:
+            self._follow()
+        self._has_begun = True
         # Before the fetch: with persistent workers an older iterator would take a batch of the newer one's.
         if self._number != loader._iterator_number:
             raise RuntimeError(
@@ -245,6 +254,12 @@ class _Batches(Iterator[Any]):
         if not self._is_counted_outside:
             loader._position.count()
         return batch
+
+    def _follow(self) -> None:
+        """Begin anew where the position was moved to, if it was, before the first batch is taken."""
+        if self._number != self._loader._iterator_number:
+            self._number = self._loader._iterator_number
+            self._batches = self._loader._begin()
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -173,7 +173,7 @@ class Snapshotter:
         # One each, since both threads use theirs at the same time.
         self._scratch, self._copy_scratch = Scratch(), Scratch()
         # A compiled step breaks its graph here: traced, the hook would run once.
-        hook: Callable[..., None] = torch.compiler.disable(self._before_optimizer_step)  # type: ignore[no-untyped-call]
+        hook: Callable[..., Any] = torch.compiler.disable(self._before_optimizer_step)  # type: ignore[no-untyped-call]
         self._hooks = [
             optimizer.register_step_pre_hook(hook) for optimizer in (tree.optimizers if overlap else ())
         ]
@@ -276,7 +276,24 @@ class Snapshotter:
         self._scratch.close()
         self._copy_scratch.close()
 
-    def _before_optimizer_step(self, *_: Any) -> None:
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        pending, closure = self._pending, _closure_in(optimizer, args, kwargs)
+        if pending is None or closure is None:
+            self._guard_update()
+            return None
+
+        def then_guard() -> Any:
+            loss = closure()
+            # Where it is called again, as by LBFGS, the update is under way.
+            if self._pending is pending:
+                self._guard_update()
+            return loss
+
+        return args[:1], {**kwargs, "closure": then_guard}
+
+    def _guard_update(self) -> None:
         pending = self._pending
         started_s = time.perf_counter()
         if pending is None:
@@ -564,6 +581,16 @@ class Snapshotter:
         assert self._placement is not None
         chunks = np.concatenate([pending.way.flat, pending.way.device])
         return self._placement.chunks[int(chunks[position])].name
+
+
+def _closure_in(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Return the closure that ``step`` was given, if it comes before the update: forward and backward, then."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    # Torch's optimizers begin with it. Others may change parameters first, as sharpness-aware ones do.
+    begins = type(optimizer).__module__.startswith("torch.optim.")
+    return closure if begins and callable(closure) else None
 
 
 def _has_arrived(pending: _Pending) -> bool:

@@ -379,6 +379,19 @@ def test_an_older_iterator_takes_nothing_from_a_newer_one(move):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_that_has_given_nothing_yet_follows_the_position(num_workers):
+    """Frameworks make theirs before they call back, where ``attach`` restores; one that was replaced raises."""
+    loader = DataLoader(Numbers(40), 4, num_workers=num_workers, persistent_workers=num_workers > 0)
+    state = loader.state_dict()
+    replaced, early = iter(loader), iter(loader)
+    loader.load_state_dict({**state, "consumed": 8})
+    assert len(early) == 8
+    assert flat(early) == list(range(8, 40))
+    with pytest.raises(RuntimeError, match="out of date"):
+        next(replaced)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_batch_that_cannot_be_read_is_not_lost_silently(num_workers):
     """The error comes out, the position stays before the batch, and ``advance`` goes past it."""
     loader = DataLoader(Broken(20), 4, num_workers=num_workers)

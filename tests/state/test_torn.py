@@ -99,6 +99,63 @@ def test_a_change_outside_of_the_optimizer_never_reaches_a_checkpoint(change, wh
     rank.close()
 
 
+def forward_and_backward(model, optimizer):
+    optimizer.zero_grad()
+    loss = model(torch.ones(5, 8)).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.LBFGS])
+@pytest.mark.parametrize("is_keyword", [True, False])
+def test_forward_and_backward_in_a_closure_run_while_the_copy_does(make_optimizer, is_keyword):
+    """As in Lightning's automatic optimization: the update waits for the copy, what comes before it does not."""
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    optimizer.step(lambda: forward_and_backward(model, optimizer))
+    rank = Rank(model=model, optimizer=optimizer)
+    rank.save()
+    boundary, gate, num_calls = rank.live(), Gate(rank), 0
+
+    def closure():
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            # Waited for before the closure, the copy would never come.
+            gate.open()
+        return forward_and_backward(model, optimizer)
+
+    rank.begin()
+    optimizer.step(closure=closure) if is_keyword else optimizer.step(closure)
+    assert isinstance(rank.snapshotter.settle(block=True), Snapshot)
+    assert num_calls
+    assert rank.holds(boundary)
+    rank.close()
+
+
+class Ascending(torch.optim.SGD):
+    """Changes parameters before it calls its closure, as sharpness-aware optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(1)
+        return super().step(closure)
+
+
+def test_an_optimizer_of_unknown_kind_waits_before_its_closure():
+    """What it changes first is guarded as well."""
+    rank, model, optimizer = make_rank(Ascending, lr=0.1)
+    boundary = rank.live()
+    rank.begin()
+    optimizer.step(lambda: forward_and_backward(model, optimizer))
+    assert isinstance(rank.snapshotter.settle(block=True), Snapshot)
+    assert rank.holds(boundary)
+    rank.close()
+
+
 def replace_data(model, optimizer):
     model[0].weight.data = torch.zeros(16, 8)
 
