@@ -20,6 +20,7 @@ FORBIDDEN = {
     "testing": {"ray"},
     "runtime": {"fsspec", "s3fs", "typer"},
     "cli": {"fsspec", "s3fs"},
+    "__main__": {"ray", "torch", "fsspec", "s3fs"},
 }
 BELOW = {
     "errors": set(),
@@ -32,6 +33,7 @@ BELOW = {
     "testing": {"core", "store", "state", "errors", "config"},
     "runtime": {"core", "store", "observe", "state", "data", "errors", "config"},
     "cli": {"core", "store", "observe", "state", "data", "runtime", "errors", "config", "testing"},
+    "__main__": {"cli"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

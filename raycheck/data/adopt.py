@@ -46,12 +46,37 @@ class DataWatch:
         self._stepped = [
             position for position in self._positions.values() if _counting_of(position) is Counting.NOBODY
         ]
+        self._unseen = [
+            name
+            for name, position in self._positions.items()
+            if isinstance(position, DataPosition) and _counting_of(position) is Counting.LOADER
+        ]
+        """Loaders of which no iterator that counts has been seen yet."""
 
     def end_step(self) -> None:
-        """Count the step's batch where a sampler was passed without its loader."""
+        """Count the step's batch where a sampler was passed without its loader.
+
+        Warns, once, where a loop takes batches that nobody counts.
+        """
         for position in self._stepped:
             assert isinstance(position, DataPosition)
             position.end_step()
+        for name in [*self._unseen]:
+            self._look_at(name)
+
+    def _look_at(self, name: str) -> None:
+        position = self._positions[name]
+        assert isinstance(position, DataPosition)
+        if position.is_read_uncounted:
+            warnings.warn(
+                f"{name}: the loop takes batches from an iterator that was made before attach(), and what it gives "
+                "out is not counted: after a resume the same items come again. Make the iterator after attach(), "
+                "or use raycheck.DataLoader, whose iterators follow",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        if position.is_read_uncounted or position.has_counted_pass:
+            self._unseen.remove(name)
 
     def place(self) -> str:
         """Return where this rank is, as a text that must be the same on all ranks."""
@@ -393,6 +418,7 @@ class _CountedBatches(Iterator[Any]):
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         self._loader = loader
         self._batches = batches
+        loader._raycheck_position.has_counted_pass = True
         self._rest: Any = None
         self._has_failed = False
 

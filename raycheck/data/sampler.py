@@ -97,6 +97,10 @@ class DataPosition:
         )
         self._check()
         self._counting = Counting.NOBODY
+        self.has_counted_pass = False
+        """Whether an iterator that counts was made since `count_by`. For raycheck itself."""
+
+        self._num_produced_before = 0
         self._set_to(Cursor(length=len(dataset), seed=seed, shuffle=shuffle))
 
     def _check(self) -> None:
@@ -172,6 +176,13 @@ class DataPosition:
     def count_by(self, counting: Counting) -> None:
         """Say who counts from now on. For raycheck itself: `attach`."""
         self._counting = counting
+        self.has_counted_pass = False
+        self._num_produced_before = self._num_produced
+
+    @property
+    def is_read_uncounted(self) -> bool:
+        """Whether batches are given out since `count_by`, to an iterator that was made before. For raycheck itself."""
+        return not self.has_counted_pass and self._num_produced > self._num_produced_before
 
     def end_step(self) -> None:
         """Count one batch for a step, unless `advance` is called by hand. For raycheck itself: ``ckpt.step()``."""

@@ -130,6 +130,12 @@ class StateTree:
 
     def _part(self, key: str, value: Any) -> Part:
         if isinstance(value, torch.optim.Optimizer):
+            if not hasattr(value, "_optimizer_step_pre_hooks"):
+                raise StateError(
+                    f"{key} is a {type(value).__qualname__}, which wraps an optimizer and has no hooks of its own: "
+                    "pass the one that it wraps, as in attach(optimizer=wrapper.optimizer)",
+                    key=key,
+                )
             return OptimizerPart(key, value, self._modules)
         if isinstance(value, torch.Tensor):
             return TensorPart(key, value)

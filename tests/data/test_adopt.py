@@ -597,3 +597,29 @@ def test_what_is_prefetched_far_ahead_is_not_in_a_plain_loaders_position():
         assert time.monotonic() < deadline_s, "workers do not prefetch"
         time.sleep(0.005)
     assert adopted["loader"].state_dict()["consumed"] == 20
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterator_that_was_made_before_is_told_of(num_workers):
+    """Nobody can count what it gives out; a look before attach() is no reason to say so."""
+    loader = torch.utils.data.DataLoader(
+        list(range(40)), batch_sampler=ElasticBatchSampler(range(40), 4), num_workers=num_workers
+    )
+    early = iter(loader)
+    _, watch = adopt({"train": loader}, rank=0, world_size=1)
+    next(early)
+    with pytest.warns(
+        RuntimeWarning, match="train: the loop takes batches from an iterator that was made before"
+    ):
+        watch.end_step()
+    next(early)
+    watch.end_step()
+    again = torch.utils.data.DataLoader(
+        list(range(40)), batch_sampler=ElasticBatchSampler(range(40), 4), num_workers=num_workers
+    )
+    next(iter(again))
+    adopted, watch = adopt({"train": again}, rank=0, world_size=1)
+    for number, _ in enumerate(again, 1):
+        watch.end_step()
+        assert adopted["train"].cursor.consumed == 4 * number
+    assert number == 10

@@ -194,6 +194,21 @@ def test_a_quantized_and_a_lazy_tensor_are_refused_by_name():
         Rank(x=quantized).snapshotter.check()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class, whose constructor has not run."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_a_wrapped_optimizer_is_refused_with_what_to_pass():
+    """Its own hooks do not exist: what it wraps has them."""
+    wrapper = Wrapper(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    with pytest.raises(StateError, match=r"optimizer is a Wrapper.*optimizer=wrapper\.optimizer") as caught:
+        Rank(optimizer=wrapper)
+    assert caught.value.key == "optimizer"
+
+
 def test_a_training_thread_that_never_lets_go_of_the_interpreter():
     """G6: the copy ends although another thread computes in Python all the time."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(20_000)) for _ in range(100)])
