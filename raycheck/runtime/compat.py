@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"Ray {ray.__version__} has not the callbacks of Ray Train that raycheck lives in ({error}); "
-        'install a version that it supports: pip install "ray[train]>=2.53,<=2.60"'
+        'install a version that it supports: pip install "ray[train]>=2.60"'
     ) from error
 
 logger = logging.getLogger("raycheck")
