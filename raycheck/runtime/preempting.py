@@ -69,6 +69,9 @@ class Preempting:
 
     def hear(self, notice: Notice, now_s: float, generation: str) -> None:
         """Take in a notice; it may be repeated."""
+        if self.held_step is not None:
+            # Ranks that stand still, all of it saved, are being stopped: Ray tells their processes to end.
+            return
         if not self._grace.hear(notice, now_s):
             return
         left = "no time was given" if notice.seconds_left is None else f"{notice.seconds_left:.0f} s are left"

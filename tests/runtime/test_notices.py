@@ -297,10 +297,11 @@ def test_ranks_that_are_not_stopped_go_on(cluster, training, tmp_path):
 def test_an_order_to_stand_still_that_moves_on_is_followed(cluster, training, tmp_path):
     """Taken back and given for a later step while a rank waits: it may never see that it was taken back."""
     tell = cluster.coordinator._tell_all
-    tell(messages.PublishPlan(Plan(0, 1), is_held=True))
+    # Above whatever the coordinator has published: pages do not go back to an older plan.
+    tell(messages.PublishPlan(Plan(10**6, 1), is_held=True))
     wait_until(lambda: stands_still(tmp_path), "ranks that stand still")
     last = max(steps(tmp_path)) + 50
-    tell(messages.PublishPlan(Plan(0, last), is_held=True))
+    tell(messages.PublishPlan(Plan(10**6 + 1, last), is_held=True))
     wait_until(lambda: min(steps(tmp_path)) >= last - 1 and stands_still(tmp_path), "the later step")
     assert max(steps(tmp_path)) <= last
     tell(messages.ReleaseTraining())
