@@ -58,7 +58,8 @@ class Watch:
 
 def scrape():
     """Return what Ray exports, as lines."""
-    (node,) = ray.nodes()
+    # The head: other tests start and kill further nodes, which Ray remembers.
+    (node,) = (each for each in ray.nodes() if "node:__internal_head__" in each["Resources"])
     url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=10) as answer:
