@@ -97,6 +97,9 @@ class GaugeThread:
         except Exception:
             logger.exception("the metrics miss a moment and go on")
             return
+        if status.get("phase") == "restoring":
+            # What is restored is not decided yet: the last values hold on, where a 0 would look like a loss.
+            return
         for metric in GAUGES:
             value = status.get(metric.status_key or "")
             if value is not None:
