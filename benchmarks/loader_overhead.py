@@ -1,7 +1,10 @@
 """What ``raycheck.DataLoader`` costs beside torch's own: ``python -m benchmarks.loader_overhead``.
 
-Both read the same data set with the same workers, one pass each in turn, in
-pairs whose order alternates. Two places for the millisecond that a batch takes:
+Both read the same data set with as many workers of their own, one pass each, at
+the same time: a block of batches from the one, then a block from the other, in an
+order that alternates. So what the machine does beside it meets both alike, and
+hundreds of neighbouring pairs are compared rather than a few long passes. Two
+places for the millisecond that a batch takes:
 
 - ``step``: the loop computes for it and the workers are ahead, as in training;
 - ``fetch``: a worker computes for it and the loop waits, as where reading is the limit.
@@ -9,19 +12,23 @@ pairs whose order alternates. Two places for the millisecond that a batch takes:
 The millisecond is spent waiting, as for a disk or a GPU, or with ``--work cpu``
 computing, which four workers and a loop cannot do at the same time on two cores.
 
-Two measures: wall time per batch, the median over a pass, so that a disturbance
-of the machine counts little; and CPU time of the process and its workers for a
-pass, their start included. Each pass checks that every item came once.
+Three measures, each the median over the pairs of the difference in one, relative to
+the median block of torch's: wall time of a block; CPU time that the training
+process took for it; and CPU time that the workers took. What stands in brackets
+holds the true median with 95 % (bootstrap over the pairs). Both passes check that
+every item came once.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import multiprocessing
+import random
 import statistics
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.utils.data
@@ -29,7 +36,7 @@ import torch.utils.data
 import raycheck
 
 BATCH_ITEMS = 32
-ROUND = 4
+BOOTSTRAPS = 2000
 
 
 class Work:
@@ -73,73 +80,82 @@ class Numbers(torch.utils.data.Dataset[int]):
         return indices
 
 
-def cpu_s() -> float:
-    """Return CPU seconds of this process and of its children that have ended."""
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+class Pass:
+    """One epoch of a loader, taken block by block."""
+
+    def __init__(self, loader: Any, step: Callable[[], None]) -> None:
+        before = set(multiprocessing.active_children())
+        self._iterator = iter(loader)
+        self._workers = set(multiprocessing.active_children()) - before
+        self._step = step
+        self.items: list[int] = next(self._iterator).tolist()
+
+    def block(self, num_batches: int) -> tuple[float, float, float]:
+        """Take so many batches; return wall seconds and CPU seconds of this process and of the workers, per batch."""
+        workers_s, cpu_s, wall_s = self._workers_s(), time.process_time(), time.perf_counter()
+        batches = []
+        for _ in range(num_batches):
+            batches.append(next(self._iterator))
+            self._step()
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        workers_s = self._workers_s() - workers_s
+        for batch in batches:  # as numbers: a tensor holds a file descriptor
+            self.items += batch.tolist()
+        return wall_s / num_batches, cpu_s / num_batches, workers_s / num_batches
+
+    def _workers_s(self) -> float:
+        # In nanoseconds; resource.getrusage knows only of processes that have ended.
+        tasks = (path for each in self._workers for path in Path(f"/proc/{each.pid}/task").iterdir())
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def one_pass(loader: Any, step: Callable[[], None], length: int) -> tuple[float, float]:
-    """Go through one epoch; return wall and CPU seconds per batch. The workers' start is not in the wall time."""
-    began_cpu_s = cpu_s()
-    iterator = iter(loader)
-    items = [next(iterator)]
-    times_s = [time.perf_counter()]
-    for batch in iterator:
-        step()
-        items.append(batch)
-        times_s.append(time.perf_counter())
-    # Workers answer in turn: what counts is how long a round of them takes.
-    rounds = zip(times_s[:-ROUND:ROUND], times_s[ROUND::ROUND], strict=False)
-    wall_s = statistics.median((end_s - begin_s) / ROUND for begin_s, end_s in rounds)
-    del iterator  # ends the workers, whose CPU time counts then
-    num_batches = len(items) - 1
-    cpu = cpu_s() - began_cpu_s
-    seen = sorted(int(item) for batch in items for item in batch)
-    assert seen == list(range(length)), "not every item came once"
-    return wall_s, cpu / num_batches
+def median_between(values: list[float]) -> tuple[float, float, float]:
+    """Return the median, and between what it lies with 95 %."""
+    rng = random.Random(0)
+    drawn = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(BOOTSTRAPS))
+    return statistics.median(values), drawn[BOOTSTRAPS // 40], drawn[-BOOTSTRAPS // 40]
 
 
-def compare(place: str, work: Work | Wait, *, num_pairs: int, num_batches: int, num_workers: int) -> None:
+def compare(
+    place: str, work: Work | Wait, *, num_pairs: int, num_batches: int, num_workers: int, kind: str
+) -> None:
     """Print the overhead in one place of the work."""
-    length = BATCH_ITEMS * num_batches
+    length = BATCH_ITEMS * (num_batches * num_pairs + 1)
     dataset = Numbers(length, work if place == "fetch" else None)
     step: Callable[[], None] = work if place == "step" else (lambda: None)
-    makers: list[Callable[[], Any]] = [
-        lambda: torch.utils.data.DataLoader(dataset, BATCH_ITEMS, shuffle=True, num_workers=num_workers),
-        lambda: raycheck.DataLoader(dataset, BATCH_ITEMS, shuffle=True, num_workers=num_workers),
+    ours = torch.utils.data.DataLoader if kind == "torch" else raycheck.DataLoader
+    passes = [
+        Pass(loader(dataset, BATCH_ITEMS, shuffle=True, num_workers=num_workers), step)
+        for loader in (torch.utils.data.DataLoader, ours)
     ]
     pairs = []
-    for number in range(num_pairs + 1):
-        found: dict[int, tuple[float, float]] = {}
-        for which in (0, 1) if number % 2 else (1, 0):
-            found[which] = one_pass(makers[which](), step, length)
-        if number:  # the first pair warms up
-            pairs.append((found[0], found[1]))
-    for index, what in enumerate(("wall", "cpu")):
-        ratios = sorted(100 * (ours[index] / theirs[index] - 1) for theirs, ours in pairs)
-        extra = sorted(1e6 * (ours[index] - theirs[index]) for theirs, ours in pairs)
-        low, _, high = statistics.quantiles(ratios, n=4)
-        # The least of each: what the machine's other work adds is never negative.
-        least = [min(side[index] for side in sides) for sides in zip(*pairs, strict=True)]
-        plain_ms = 1e3 * statistics.median(theirs[index] for theirs, _ in pairs)
+    for number in range(num_pairs):
+        first = number % 2
+        found = {which: passes[which].block(num_batches) for which in (first, 1 - first)}
+        pairs.append((found[0], found[1]))
+    for index, what in enumerate(("wall", "cpu, training", "cpu, workers")):
+        plain_s = statistics.median(theirs[index] for theirs, _ in pairs)
+        extra_s, low_s, high_s = median_between([ours[index] - theirs[index] for theirs, ours in pairs])
         print(
-            f"{place:6} {what:5} torch {plain_ms:.3f} ms per batch, ours {statistics.median(extra):+6.1f} us: "
-            f"{statistics.median(ratios):+5.2f} % (quartiles {low:+.2f} to {high:+.2f}, {num_pairs} pairs), "
-            f"least {1e3 * least[0]:.3f} and {1e3 * least[1]:.3f} ms: {100 * (least[1] / least[0] - 1):+.2f} %"
+            f"{place:5} {what:13} torch {1e3 * plain_s:.3f} ms per batch, ours {1e6 * extra_s:+6.1f} us: "
+            f"{100 * extra_s / plain_s:+5.2f} % ({100 * low_s / plain_s:+.2f} to {100 * high_s / plain_s:+.2f}, "
+            f"{num_pairs} pairs)"
         )
+    for each in passes:
+        assert sorted(each.items) == list(range(length)), "not every item came once"
 
 
 def main() -> None:
     """Measure both places."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--batches", type=int, default=1500)
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--batches", type=int, default=100, help="in a block")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ms", type=float, default=1.0, help="work per batch")
     parser.add_argument("--work", choices=["wait", "cpu"], default="wait")
+    parser.add_argument(
+        "--other", choices=["raycheck", "torch"], default="raycheck", help="torch: how large is noise?"
+    )
     options = parser.parse_args()
     work = (Wait if options.work == "wait" else Work)(options.ms / 1e3)
     torch.set_num_threads(1)
@@ -150,6 +166,7 @@ def main() -> None:
             num_pairs=options.pairs,
             num_batches=options.batches,
             num_workers=options.workers,
+            kind=options.other,
         )
 
 

@@ -114,6 +114,7 @@ def trainer(
     max_failures=2,
     num_to_keep=None,
     scaling=None,
+    name="run",
     **config,
 ):
     """Return a trainer of a run in ``folder``."""
@@ -122,7 +123,7 @@ def trainer(
         train_loop_config={"folder": str(folder), "steps": 60, "step_s": 0, **config},
         scaling_config=ScalingConfig(num_workers=num_workers, **(scaling or {})),
         run_config=RunConfig(
-            name="run",
+            name=name,
             storage_path=storage or str(folder),
             failure_config=FailureConfig(max_failures=max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=num_to_keep),
