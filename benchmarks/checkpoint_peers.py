@@ -29,6 +29,7 @@ from raycheck.core.lineage import GenerationId
 from raycheck.core.page import Plan
 from raycheck.runtime.link import AgentLink
 from raycheck.state.codec import Codec
+from raycheck.state.device import default_copier
 from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Snapshot, Snapshotter
 from raycheck.state.tree import StateTree
@@ -130,12 +131,15 @@ class Raycheck(Peer):
             codec=Codec(),
             overlap=True,
             on_layout=lambda image: self.link.send("table", rows=[e.to_row() for e in image.entries]),
-            on_copied=lambda plan, num_bytes: self.link.send("copied", plan=list(plan), num_bytes=num_bytes),
+            on_copied=lambda plan, num_bytes: self.link.send(
+                "copied", plan=list(plan), num_bytes=num_bytes, slot=0
+            ),
             on_settled=self._report,
+            copier=default_copier(),
         )
         self.link = AgentLink(
             address=address,
-            segment=self.segment,
+            segments=[self.segment],
             generation=GenerationId(1, "be"),
             rank=0,
             world_size=1,
@@ -159,6 +163,7 @@ class Raycheck(Peer):
             "staged",
             plan=list(outcome.plan),
             num_bytes=outcome.num_bytes,
+            slot=0,
             stall_s=outcome.stall_s,
             replica_digest=outcome.replica_digest,
             metrics={},
@@ -232,6 +237,7 @@ class RayUpload(TorchSave):
     def _upload(self, number: int) -> None:
         if self.url is None:
             target = self.folder / f"{number}.reported"
+            target.mkdir()
             pyarrow.fs.copy_files(str(self.path(number)), str(target))
             with open(target / "state.pt", "rb") as file:
                 os.fsync(file.fileno())
