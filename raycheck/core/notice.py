@@ -8,6 +8,7 @@ was announced and not used would be training lost.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 
 PERSIST_ROOM = 1.5
 """A persist may take so much longer than most did: the last one shares the network with those of other nodes."""
@@ -35,6 +36,9 @@ class Notice:
     detail: str = ""
     """For people: which node, and why."""
 
+    node: str = ""
+    """The node that goes; empty: all of the job, or nobody knows."""
+
 
 def last_start_s(deadline_s: float, *, persist_s: float, step_s: float, lead_s: float) -> float:
     """Return when to ask for the last checkpoint, so that it exists before the deadline.
@@ -48,6 +52,22 @@ def last_start_s(deadline_s: float, *, persist_s: float, step_s: float, lead_s: 
     # The plan lies two steps ahead at least, and a snapshot is whole when the next step's update begins.
     until_staged_s = lead_s + 3 * step_s
     return deadline_s - until_staged_s - PERSIST_ROOM * persist_s - COMMIT_S
+
+
+def ranks_to_spare(going: Collection[str], node_of: Mapping[int, str], world_size: int) -> tuple[int, ...]:
+    """Return the ranks whose nodes go, if others stay; none while it is not known where every rank is.
+
+    They are left with what they alone hold, which is stored the sooner: the
+    rest is safe with those that stay.
+
+    Args:
+        going: Nodes that are about to go.
+        node_of: The node of each rank.
+        world_size: Number of ranks.
+    """
+    spared = tuple(rank for rank in range(world_size) if node_of.get(rank) in going)
+    is_known = len(node_of) == world_size
+    return spared if is_known and len(spared) < world_size else ()
 
 
 class Grace:
@@ -65,6 +85,9 @@ class Grace:
         self.deadline_s: float | None = None
         """The earliest end that was told, on the clock of the caller."""
 
+        self.going: set[str] = set()
+        """Nodes that go. One that is merely at risk may stay for days."""
+
         self._first_asked_s: float | None = None
         self._is_last_asked = False
         self.was_saved = False
@@ -76,6 +99,9 @@ class Grace:
         self.notices[notice.source] = notice
         if notice.seconds_left is None:
             return is_new
+        if notice.node:
+            is_new |= notice.node not in self.going
+            self.going.add(notice.node)
         deadline_s = now_s + notice.seconds_left
         if self.deadline_s is None or deadline_s < self.deadline_s - SAME_DEADLINE_S:
             self.deadline_s = deadline_s

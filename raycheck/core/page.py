@@ -10,6 +10,7 @@ order it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
@@ -22,9 +23,14 @@ _STEP_BITS = 40
 _STEP_MASK = (1 << _STEP_BITS) - 1
 _PLAN_IDS = 1 << (64 - _STEP_BITS)
 
-_PLAN, _IN_FLIGHT, _STEP, _NUM_STEPS_RECORDED, _HALT, _HOLD = range(6)
+_PLAN, _IN_FLIGHT, _STEP, _NUM_STEPS_RECORDED, _HALT, _HOLD, _SPARED_PLAN = range(7)
 _RING = 64
 _RECORD_WORDS = 3
+_SPARED = _RING + NUM_RECORDS * _RECORD_WORDS
+_NUM_WORDS = PAGE_BYTES // 8
+
+MAX_SPARED_RANKS = (_NUM_WORDS - _SPARED) * 64
+"""Ranks from this one on cannot be spared: there is a bit for each of those before."""
 
 
 class Plan(NamedTuple):
@@ -107,6 +113,28 @@ class ControlPage:
     @hold_step.setter
     def hold_step(self, step: int) -> None:
         self._words[_HOLD] = step
+
+    def spare(self, plan_id: int, ranks: Collection[int]) -> None:
+        """Say which ranks take no share in a plan of what all ranks hold alike; before the plan is shown."""
+        if not ranks:
+            return
+        # Whoever reads them for the plan before sees that this one has come.
+        self._words[_SPARED_PLAN] = plan_id
+        for at in range(_SPARED, _NUM_WORDS):
+            first = (at - _SPARED) * 64
+            self._words[at] = sum(1 << rank - first for rank in ranks if first <= rank < first + 64)
+
+    def spared(self, plan_id: int) -> frozenset[int]:
+        """Return the ranks that are spared in a plan. It holds if `plan` still is that plan afterwards."""
+        if self._words[_SPARED_PLAN] != plan_id:
+            return frozenset()
+        return frozenset(
+            (at - _SPARED) * 64 + bit
+            for at in range(_SPARED, _NUM_WORDS)
+            if (word := self._words[at])
+            for bit in range(64)
+            if word >> bit & 1
+        )
 
     # Written by the worker.
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from raycheck.core.layout import Chunk, Entry
 
@@ -85,16 +85,31 @@ class Piece:
         return Chunk(spec.name, spec.dtype, spec.item_bytes, self.global_shape, offset, shape)
 
 
-def deal(specs: Sequence[TensorSpec], num_ranks: int) -> list[list[Chunk]]:
+def deal(
+    specs: Sequence[TensorSpec], num_ranks: int, spared: Collection[int] = frozenset()
+) -> list[list[Chunk]]:
     """Deal tensors that every rank holds alike to the ranks, evenly by bytes.
 
     Deterministic: every rank computes the same result from its own state. All
     bytes lie on one line in the order given, cut into equal spans; a large
     tensor is cut along dimension 0, a small one goes where its middle lies.
 
+    Args:
+        specs: The tensors.
+        num_ranks: Number of ranks.
+        spared: Ranks that get nothing, as long as others are left.
+
     Returns:
         For each rank its chunks. Each tensor's elements are covered once.
     """
+    takers = [rank for rank in range(num_ranks) if rank not in spared] or list(range(num_ranks))
+    shares: list[list[Chunk]] = [[] for _ in range(num_ranks)]
+    for rank, share in zip(takers, _deal_evenly(specs, len(takers)), strict=True):
+        shares[rank] = share
+    return shares
+
+
+def _deal_evenly(specs: Sequence[TensorSpec], num_ranks: int) -> list[list[Chunk]]:
     total_bytes = sum(spec.num_bytes for spec in specs)
     shares: list[list[Chunk]] = [[] for _ in range(num_ranks)]
     begin = 0

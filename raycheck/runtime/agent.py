@@ -134,13 +134,14 @@ class Agent:
         with self._lock:
             workers = list(self._workers.values())
             match order:
-                case messages.PublishPlan(plan, is_held):
+                case messages.PublishPlan(plan, is_held, spared):
                     for worker in workers:
                         if plan.id < worker.page.plan.id:
                             # Of a coordinator that is gone: ids only rise.
                             continue
                         if is_held:
                             worker.page.hold_step = plan.step
+                        worker.page.spare(plan.id, spared)
                         worker.page.plan = plan
                 case messages.AttemptEnded():
                     for worker in workers:
@@ -180,7 +181,7 @@ class Agent:
         with self._lock:
             worker = next((worker for worker in self._workers.values() if worker.is_connected), None)
         if worker is not None:
-            self._tell(worker, messages.NoticeHeard(notice))
+            self._tell(worker, messages.NoticeHeard(dataclasses.replace(notice, node=self._node)))
 
     def status(self) -> dict[str, Any]:
         """Return what is in flight here, as plain values."""
@@ -369,7 +370,8 @@ class Agent:
                 )
             case "notice":
                 left_s = float(message["seconds_left"])
-                self._tell(worker, messages.NoticeHeard(Notice(message["source"], left_s, message["detail"])))
+                notice = Notice(message["source"], left_s, message["detail"], self._node)
+                self._tell(worker, messages.NoticeHeard(notice))
             case "closed":
                 worker.has_closed = True
                 self._tell(worker, protocol.Closed(worker.rank, message["step"]))

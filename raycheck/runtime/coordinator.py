@@ -338,6 +338,8 @@ class Coordinator:
         if generation is None or delivery.generation != generation.id:
             return
         for message in delivery.messages:
+            if isinstance(message, messages.RankHere):
+                generation.node_of[message.rank] = delivery.node
             self._take_one(generation, message)
 
     def _take_one(self, generation: Generation, message: messages.Message) -> None:
@@ -402,7 +404,7 @@ class Coordinator:
                 self._feed(protocol.Failed(here.rank, plan.id, "the agent of its node has restarted"))
             elif here.highest_plan_id < plan.id:
                 # The order went to an agent that is gone.
-                self._tell_all(messages.PublishPlan(plan))
+                self._tell_all(self._preempting.order_for(plan))
 
     def _feed(self, event: protocol.Event) -> None:
         generation = self._generation
@@ -431,7 +433,9 @@ class Coordinator:
         match action:
             case protocol.Publish(plan):
                 generation.planned_s = self._clock()
-                self._preempting.publish(plan, self._clock())
+                self._preempting.publish(
+                    plan, self._clock(), node_of=generation.node_of, world_size=generation.world_size
+                )
             case protocol.WriteCommit(plan, shards):
                 manifest = generation.manifest_of(plan, shards, created_unix_s=time.time())
                 self._keeping.note_time(manifest.ref, manifest.created_unix_s)

@@ -48,6 +48,9 @@ class Generation:
     taken: dict[int, dict[int, Taken]] = dataclasses.field(default_factory=dict)
     """By the id of a plan in flight, and by rank."""
 
+    node_of: dict[int, str] = dataclasses.field(default_factory=dict)
+    """The node of each rank that has said where it is."""
+
     joined_early: set[int] = dataclasses.field(default_factory=set)
     pace: Pace = dataclasses.field(default_factory=Pace)
     planned_s: float | None = None

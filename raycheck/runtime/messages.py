@@ -129,6 +129,9 @@ class PublishPlan:
     is_held: bool = False
     """Whether they are to stand still at its step: the group is about to be stopped, and no step is to be lost."""
 
+    spared: tuple[int, ...] = ()
+    """Ranks that take no share of what all ranks hold alike: their nodes are about to go."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptEnded:

@@ -162,7 +162,7 @@ class DrainSource:
         for node, deadline_ms in sorted(self._draining().items()):
             if node in ours:
                 left_s = max(deadline_ms / 1e3 - time.time(), 0.0) if deadline_ms else None
-                notices.append(Notice("drain", left_s, f"node {node} is being drained"))
+                notices.append(Notice("drain", left_s, f"node {node} is being drained", node))
         return notices
 
 

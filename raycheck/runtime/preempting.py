@@ -6,10 +6,10 @@ Belongs to the coordinator's thread; `core.notice` decides when.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from raycheck.core.failure_rate import FailureKind
-from raycheck.core.notice import Grace, Notice
+from raycheck.core.notice import Grace, Notice, ranks_to_spare
 from raycheck.core.page import Plan
 from raycheck.observe.events import EventLog
 from raycheck.runtime import messages
@@ -43,6 +43,10 @@ class Preempting:
         self._planned_s: dict[int, float] = {}
         self._hold_until_s: float | None = None
         self._held_plans: set[int] = set()
+        self._spared: dict[int, tuple[int, ...]] = {}
+        """By plan id, of those in flight."""
+
+        self._may_spare = True
         self.held_step: int | None = None
         """The step at which all ranks stand still with a committed checkpoint; None: they do not."""
 
@@ -52,6 +56,8 @@ class Preempting:
         self._planned_s.clear()
         self._hold_until_s, self.held_step = None, None
         self._held_plans.clear()
+        self._spared.clear()
+        self._may_spare = True
 
     def judge(self, failure: FailureKind | None, lost_s: float) -> FailureKind | None:
         """Return what kind of failure ended the group, given what was announced and saved.
@@ -96,7 +102,7 @@ class Preempting:
         self._hold_until_s = now_s + seconds
         if plan is not None:
             self._held_plans.add(plan.id)
-            self._tell_all(messages.PublishPlan(plan, is_held=True))
+            self._tell_all(self.order_for(plan))
         self._ask()
 
     def release(self) -> None:
@@ -105,18 +111,35 @@ class Preempting:
         self._held_plans.clear()
         self._tell_all(messages.ReleaseTraining())
 
-    def publish(self, plan: Plan, now_s: float) -> None:
-        """Show the ranks a plan, and whether to stand still at its step."""
+    def publish(self, plan: Plan, now_s: float, *, node_of: Mapping[int, str], world_size: int) -> None:
+        """Show the ranks a plan, whether to stand still at its step, and who takes no share.
+
+        Args:
+            plan: The plan.
+            now_s: The time.
+            node_of: The node of each rank, as far as it is known.
+            world_size: Number of ranks.
+        """
         self._planned_s = {plan.id: now_s}
-        is_held = self._hold_until_s is not None and self.held_step is None
-        if is_held:
+        if self._hold_until_s is not None and self.held_step is None:
             self._held_plans.add(plan.id)
-        self._tell_all(messages.PublishPlan(plan, is_held))
+        if self._may_spare:
+            self._spared[plan.id] = ranks_to_spare(self._grace.going, node_of, world_size)
+        self._tell_all(self.order_for(plan))
+
+    def order_for(self, plan: Plan) -> messages.PublishPlan:
+        """Return the order that shows a plan: the same each time, for as long as it is in flight."""
+        return messages.PublishPlan(plan, plan.id in self._held_plans, self._spared.get(plan.id, ()))
 
     def ended(self, plan: Plan, *, is_committed: bool, is_replaced: bool) -> None:
         """Say how an attempt has ended, and whether another is about to be published in its place."""
+        was_spared = bool(self._spared.pop(plan.id, ()))
         if is_committed:
             self._grace.committed(self._planned_s.get(plan.id, float("-inf")))
+        elif was_spared and not is_replaced:
+            # Larger shares may need more memory than those that stay can have.
+            self._may_spare = False
+            self._ask()
         if plan.id not in self._held_plans:
             return
         self._held_plans.discard(plan.id)

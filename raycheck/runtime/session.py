@@ -334,9 +334,14 @@ class Session:
         self._report_outcome(self._snapshotter.settle(block=True))
         # What freed an arena was sent before the plan that needs it was shown.
         self._read_mail()
+        spared = self._segment.page.spared(plan.id)
+        if self._segment.page.plan != plan:
+            # Another has taken its place meanwhile, and who is spared may be that one's.
+            self._link.send("missed", plan_id=plan.id)
+            return
         self._slot = self._slots.take(plan.id)
         try:
-            self._snapshotter.begin(plan, slot=self._slot)
+            self._snapshotter.begin(plan, slot=self._slot, spared=spared)
             self._taken = {
                 "metrics": self._metrics,
                 "place": self._watch.place(),

@@ -33,7 +33,9 @@ class Canaries:
     def __init__(self, sources: Addresses, num_bytes: Addresses, plan_id: int, scratch: Scratch) -> None:
         self._lengths = np.minimum(num_bytes, np.uint64(CANARY_BYTES))
         place = np.uint64(plan_id * 7 % _NUM_PLACES)
-        self._at = (num_bytes - self._lengths) * place // np.uint64(_NUM_PLACES - 1)
+        at = (num_bytes - self._lengths) * place // np.uint64(_NUM_PLACES - 1)
+        # Where a line of the processor's cache begins, if the tensor does: half of what must be fetched.
+        self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
         self._before = bytes(self._take(sources, scratch))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,24 +34,70 @@ class ModuleContent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Node:
-    """A submodule, and what its names were made from."""
+    """A submodule, and what names of its tensors are made from."""
 
     module: torch.nn.Module
-    children: list[tuple[str, torch.nn.Module | None]]
-    parameter_keys: list[str]
-    parameter_names: list[str]
-    buffer_keys: list[str]
-    buffer_names: list[str]
-    not_persistent: set[str]
-    extra_state_name: str | None
+    prefix: str
+    is_wrapper: bool
+    """Counts, but adds no tensor and nothing to a name."""
+
+
+_structure_of = operator.attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+_parameters_of = operator.attrgetter("_parameters")
+_items_of = operator.methodcaller("items")
+_values_of = operator.methodcaller("values")
+
+
+class _Walked:
+    """A module's submodules as they were found, and the names of what they hold.
+
+    Everything that is asked at each snapshot is done in whole lists: a call for
+    each of hundreds of submodules would be the stall.
+    """
+
+    def __init__(self, nodes: list[_Node]) -> None:
+        self._modules = [node.module for node in nodes]
+        self._structure = self._look_at_structure()
+        inner = [node for node in nodes if not node.is_wrapper]
+        self._inner = [node.module for node in inner]
+        self._parameter_names = [f"{node.prefix}.{key}" for node in inner for key in node.module._parameters]
+        kept = [
+            (node, key)
+            for node in inner
+            for key in node.module._buffers
+            if key not in node.module._non_persistent_buffers_set
+        ]
+        self._buffer_names = [f"{node.prefix}.{key}" for node, key in kept]
+        self._buffer_places = [(node.module, key) for node, key in kept]
+        self.with_extra_state = [
+            (node.prefix, node.module) for node in inner if _has_extra_state(node.module)
+        ]
+        self.gathered: list[Any] = [
+            module for module in self._modules if FSDPModule is not None and isinstance(module, FSDPModule)
+        ]
+        """FSDP2 modules, which may hold whole parameters in place of their shards after a forward."""
 
     def is_current(self) -> bool:
-        module = self.module
+        """Return whether submodules and keys are what they were; their tensors may be others."""
+        return self._look_at_structure() == self._structure
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield the present parameters, and None where there is none, by name."""
+        values = itertools.chain.from_iterable(map(_values_of, map(_parameters_of, self._inner)))
+        return zip(self._parameter_names, values, strict=True)
+
+    def buffers(self) -> Iterator[tuple[str, Any]]:
+        """Yield the present persistent buffers, and None where there is none, by name."""
+        values = (module._buffers[key] for module, key in self._buffer_places)
+        return zip(self._buffer_names, values, strict=True)
+
+    def _look_at_structure(self) -> tuple[Any, ...]:
+        modules, parameters, buffers, not_persistent = zip(*map(_structure_of, self._modules), strict=True)
         return (
-            list(module._modules.items()) == self.children
-            and list(module._parameters) == self.parameter_keys
-            and list(module._buffers) == self.buffer_keys
-            and module._non_persistent_buffers_set == self.not_persistent
+            list(map(list, map(_items_of, modules))),
+            list(map(list, parameters)),
+            list(map(list, buffers)),
+            list(map(frozenset, not_persistent)),
         )
 
 
@@ -64,38 +112,22 @@ class ModuleWalk:
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name = name
         self._module = module
-        self._nodes: list[_Node] = []
-        self._gathered: list[Any] = []
-        """FSDP2 modules, which may hold whole parameters in place of their shards after a forward."""
+        self._walked: _Walked | None = None
 
     def look(self) -> ModuleContent:
         """Return what the module holds now. Costs about a microsecond per submodule."""
-        if not self._nodes or not all(map(_Node.is_current, self._nodes)):
-            self._nodes = list(_visit(self._module, self._name, set()))
-            modules = [node.module for node in self._nodes]
-            self._gathered = [m for m in modules if FSDPModule is not None and isinstance(m, FSDPModule)]
-        for module in self._gathered:
+        walked = self._walked
+        if walked is None or not walked.is_current():
+            walked = self._walked = _Walked(list(_visit(self._module, self._name, set())))
+        for module in walked.gathered:
             module.reshard()
-        parameters: list[tuple[str, Any]] = []
-        buffers: list[tuple[str, Any]] = []
-        with_extra_state = []
-        for node in self._nodes:
-            if node.parameter_names:
-                parameters += zip(node.parameter_names, node.module._parameters.values(), strict=True)
-            if node.buffer_names:
-                kept = node.not_persistent
-                buffers += zip(
-                    node.buffer_names,
-                    [tensor for key, tensor in node.module._buffers.items() if key not in kept],
-                    strict=True,
-                )
-            if node.extra_state_name is not None:
-                with_extra_state.append((node.extra_state_name, node.module))
         ties: dict[str, str] = {}
-        return ModuleContent(_once(parameters, ties), _once(buffers, ties), ties, with_extra_state)
+        return ModuleContent(
+            _once(walked.parameters(), ties), _once(walked.buffers(), ties), ties, walked.with_extra_state
+        )
 
 
-def _once(named: list[tuple[str, Any]], ties: dict[str, str]) -> dict[str, torch.Tensor]:
+def _once(named: Iterable[tuple[str, Any]], ties: dict[str, str]) -> dict[str, torch.Tensor]:
     """Return the tensors by their first names, and add the further ones to ``ties``."""
     found = {name: tensor for name, tensor in named if tensor is not None}
     if len(set(map(id, found.values()))) == len(found):
@@ -114,26 +146,17 @@ def _visit(module: torch.nn.Module, prefix: str, seen: set[int]) -> Iterator[_No
         return
     seen.add(id(module))
     inner = _unwrapped(module)
-    is_wrapper = inner is not None
-    has_extra_state = type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    parameters = [] if is_wrapper else list(module._parameters)
-    buffers = [] if is_wrapper else list(module._buffers)
-    yield _Node(
-        module=module,
-        children=list(module._modules.items()),
-        parameter_keys=list(module._parameters),
-        parameter_names=[f"{prefix}.{key}" for key in parameters],
-        buffer_keys=list(module._buffers),
-        buffer_names=[f"{prefix}.{key}" for key in buffers if key not in module._non_persistent_buffers_set],
-        not_persistent=set(module._non_persistent_buffers_set),
-        extra_state_name=prefix if has_extra_state and not is_wrapper else None,
-    )
+    yield _Node(module, prefix, is_wrapper=inner is not None)
     if inner is not None:
         yield from _visit(inner, prefix, seen)
         return
     for key, child in module._modules.items():
         if child is not None:
             yield from _visit(child, f"{prefix}.{key}", seen)
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module | None:

@@ -29,6 +29,7 @@ class Placement:
         rank: Whose shard this is.
         world_size: Ranks among which shared tensors are dealt.
         keeps_per_rank: Store all tensors of this rank, dealing none.
+        spared: Ranks that are dealt nothing, as long as others are left.
         values_bytes: Room for the plain values.
     """
 
@@ -40,17 +41,18 @@ class Placement:
         rank: int,
         world_size: int,
         keeps_per_rank: bool,
+        spared: frozenset[int],
         values_bytes: int,
     ) -> None:
         self._key = _key_of(known)
-        self._keeps_per_rank = keeps_per_rank
+        self._dealing = keeps_per_rank, spared
         self.values_bytes = values_bytes
         specs = [_spec(name, tensor) for name, tensor in zip(live.names, live.tensors, strict=True)]
         first_own = live.num_shared + len(live.pieces)
         shared, held, own = specs[: live.num_shared], specs[live.num_shared : first_own], specs[first_own:]
         if keeps_per_rank:
             shared, own = [], [*shared, *own]
-        chunks = list(deal(shared, world_size)[rank])
+        chunks = list(deal(shared, world_size, spared)[rank])
         shares = [piece.share(spec) for piece, spec in zip(live.pieces, held, strict=True)]
         chunks += [share for share in shares if share is not None]
         chunks += [dataclasses.replace(_whole(spec), owner=rank) for spec in own]
@@ -79,9 +81,9 @@ class Placement:
         """Return whether this still is the layout of these tensors."""
         return _key_of(known) == self._key
 
-    def has_room(self, values_bytes: int, *, keeps_per_rank: bool) -> bool:
+    def has_room(self, values_bytes: int, *, keeps_per_rank: bool, spared: frozenset[int]) -> bool:
         """Return whether nothing but the tensors could ask for another layout."""
-        return values_bytes <= self.values_bytes and keeps_per_rank == self._keeps_per_rank
+        return values_bytes <= self.values_bytes and self._dealing == (keeps_per_rank, spared)
 
     def ways(
         self,

@@ -157,6 +157,7 @@ class Snapshotter:
         self._codec = codec
         self._on_layout = on_layout
         self._keeps_per_rank = False
+        self._spared: frozenset[int] = frozenset()
         self._placement: Placement | None = None
         self._known: Acquaintance | None = None
         self._eager_names: set[str] = set()
@@ -206,11 +207,12 @@ class Snapshotter:
         """Whether a snapshot awaits its verdict."""
         return self._pending is not None
 
-    def begin(self, plan: Plan, *, slot: int = 0) -> float:
+    def begin(self, plan: Plan, *, slot: int = 0, spared: frozenset[int] = frozenset()) -> float:
         """Start the snapshot for ``plan``. The caller is at its step boundary.
 
         It goes into the arena of that slot, which nobody may read any more.
-        Blocks for the copy of what cannot wait, and about a microsecond per
+        Ranks that are ``spared`` are dealt nothing of what all hold alike; every
+        rank must be told the same. Blocks for the copy of what cannot wait, and about a microsecond per
         tensor. An earlier snapshot must have been settled.
 
         Returns:
@@ -222,7 +224,7 @@ class Snapshotter:
         """
         assert self._pending is None, "the snapshot before was not settled"
         started_s = time.perf_counter()
-        self._segment = self._segments[slot]
+        self._segment, self._spared = self._segments[slot], spared
         capture = self._tree.capture()
         values = self._take_values(capture)
         live = Live.of(capture, world_size=self._world_size)
@@ -365,7 +367,7 @@ class Snapshotter:
             and present is not None
             and known is not None
             and known.recognises(live)
-            and present.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank)
+            and self._has_room(present, values_bytes)
         ):
             self._make_room(self._segment, present.image)
             return present
@@ -391,8 +393,7 @@ class Snapshotter:
     def _place(self, live: Live, known: Acquaintance, values_bytes: int) -> Placement:
         present = self._placement
         if present is not None:
-            has_room = present.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank)
-            if has_room and present.fits(known):
+            if self._has_room(present, values_bytes) and present.fits(known):
                 return present
             values_bytes = max(values_bytes, present.values_bytes)
         return Placement(
@@ -401,8 +402,12 @@ class Snapshotter:
             rank=self._rank,
             world_size=self._world_size,
             keeps_per_rank=self._keeps_per_rank,
+            spared=self._spared,
             values_bytes=_with_room(values_bytes),
         )
+
+    def _has_room(self, placement: Placement, values_bytes: int) -> bool:
+        return placement.has_room(values_bytes, keeps_per_rank=self._keeps_per_rank, spared=self._spared)
 
     def _write_values(self, placement: Placement, values: bytes) -> None:
         begin, num_bytes = placement.values_begin, placement.values_bytes

@@ -290,7 +290,7 @@ class ModulePart:
         found = self._walk.look()
         out.shared.update(found.parameters)
         out.own.update(found.buffers)
-        out.parameter_names.update((id(tensor), name) for name, tensor in found.parameters.items())
+        out.parameter_names.update(zip(map(id, found.parameters.values()), found.parameters, strict=True))
         values: dict[str, Any] = {name: module.get_extra_state() for name, module in found.with_extra_state}
         if found.ties:
             values[_TIES] = found.ties
@@ -347,8 +347,10 @@ class OptimizerPart:
         names: dict[int, str] = {}
         groups = []
         for g, group in enumerate(self._optimizer.param_groups):
-            parameters = [_name_of(p, out.parameter_names, g, i) for i, p in enumerate(group["params"])]
-            names.update(zip(map(id, group["params"]), parameters, strict=True))
+            ids = list(map(id, group["params"]))
+            found = map(out.parameter_names.get, ids)
+            parameters = [name or _place_of(g, i) for i, name in enumerate(found)]
+            names.update(zip(ids, parameters, strict=True))
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": parameters})
         out.deferrable.update(out.shared.keys() & names.values())
@@ -364,7 +366,7 @@ class OptimizerPart:
         if (parameter_names, keys) != self._structure:
             self._structure = parameter_names, keys
             self._full_names = self._join(parameter_names, keys)
-        values = list(itertools.chain.from_iterable(fields.values() for fields in state.values()))
+        values = list(itertools.chain.from_iterable(map(dict.values, state.values())))
         is_alone = _held_here(self._optimizer) is not None
         is_plain = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
         if is_plain and not is_alone and None not in self._full_names:
@@ -494,7 +496,11 @@ def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 def _name_of(parameter: torch.Tensor, known: Mapping[int, str], group: int, index: int) -> str:
     """Return a parameter's name in its module, or its place if it is in none of ours."""
-    return known.get(id(parameter)) or f"param[{group}][{index}]"
+    return known.get(id(parameter)) or _place_of(group, index)
+
+
+def _place_of(group: int, index: int) -> str:
+    return f"param[{group}][{index}]"
 
 
 class TensorPart:
