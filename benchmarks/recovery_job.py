@@ -51,8 +51,9 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(config["step_s"])  # what else a step would do
+            # Before ckpt.step(), in which a rank may stand still: the update is made.
+            log.write(f"{ckpt.current_step + 1} {time.time()}\n")
             ckpt.step()
-            log.write(f"{ckpt.current_step} {time.time()}\n")
 
 
 def agree(flag: bool, world_size: int) -> bool:
