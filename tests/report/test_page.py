@@ -41,6 +41,23 @@ def test_the_headline_is_what_the_run_did(made_up, page_of):
     assert page.tile("Steps lost") == f"{sum(f['last_step'] - f['step'] + 1 for f in resumed):,}"
 
 
+def test_in_json(made_up, folder, tmp_path, monkeypatch):
+    """The same account in plain values; no file is written, and one is not asked for at the same time."""
+    run, _ = made_up
+    monkeypatch.chdir(tmp_path)
+    done = command(folder / "made-up", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["reached_step"] == run.step
+    assert sum(each["num_checkpoints"] for each in told["generations"]) == run.committed
+    assert sum(each["ending"] == "failure" for each in told["generations"]) == told["num_failures"]
+    assert told["losses"]["wall_s"] == pytest.approx(
+        sum(each["losses"]["wall_s"] for each in told["generations"])
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert command(folder / "made-up", "--json", "--output", "x.html").exit_code == 2
+
+
 def test_the_page_has_all_sections_and_data(made_up, page_of):
     """Figures in two widths each, a table of ranks, all events, and no sentence about what is missing."""
     run, path = made_up
