@@ -117,6 +117,9 @@ class ControlPage:
     def spare(self, plan_id: int, ranks: Collection[int]) -> None:
         """Say which ranks take no share in a plan of what all ranks hold alike; before the plan is shown."""
         if not ranks:
+            # A coordinator that has restarted may give one id again.
+            if self._words[_SPARED_PLAN] == plan_id:
+                self._words[_SPARED_PLAN] = 0
             return
         # Whoever reads them for the plan before sees that this one has come.
         self._words[_SPARED_PLAN] = plan_id

@@ -26,7 +26,9 @@ def test_the_page_says_who_is_spared_in_which_plan(ranks, plan_id):
     page.spare(plan_id + 1, {3})
     assert (page.spared(plan_id), page.spared(plan_id + 1)) == (frozenset(), {3})
     page.spare(plan_id + 2, ())
-    assert page.spared(plan_id + 2) == frozenset()
+    assert (page.spared(plan_id + 1), page.spared(plan_id + 2)) == ({3}, frozenset())
+    page.spare(plan_id + 1, ())
+    assert page.spared(plan_id + 1) == frozenset(), "the id given again, by a coordinator that has restarted"
     assert page.plan == Plan(plan_id, 7)
     assert [record.duration_s for record in page.records_since(0)] == [1.5]
 
