@@ -61,14 +61,40 @@ NETWORK_FAULTS = [
 ]
 
 
+def plain(request, folder):
+    return ChaosCluster(str(folder / "run"), None, folder)
+
+
+def overlapping(request, folder):
+    """Uploads take longer than the interval, and ranks have memory for two snapshots."""
+    return ChaosCluster(str(folder / "run"), None, folder, max_in_flight=2, upload_bytes_per_s=1e5)
+
+
+def on_s3(request, folder):
+    server, proxy = request.getfixturevalue("server"), request.getfixturevalue("module_proxy")
+    return ChaosCluster(
+        "s3://raycheck-tests/campaign/run",
+        {**server.options, "endpoint_url": proxy.endpoint},
+        folder,
+        proxy=proxy,
+        direct_options=server.options,
+    )
+
+
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
+def campaign(request, tmp_path_factory):
+    """A run that goes on from test to test, until another is asked for: two would take each other's processor."""
     folder = tmp_path_factory.mktemp("campaign")
-    cluster = ChaosCluster(str(folder / "run"), None, folder)
+    cluster = request.param(request, folder)
     try:
         yield Campaign(cluster)
     finally:
         cluster.close()
+
+
+def on(make_cluster):
+    """Run a test in the campaign on this kind of cluster."""
+    return pytest.mark.parametrize("campaign", [make_cluster], indirect=True, ids=[make_cluster.__name__])
 
 
 def test_every_point_and_kind_is_tried():
@@ -79,22 +105,12 @@ def test_every_point_and_kind_is_tried():
     assert all(applies(point, kind, has=("proxy",)) for point, kind in NETWORK_FAULTS)
 
 
+@on(plain)
 @pytest.mark.parametrize(("point", "kind"), LOCAL_FAULTS, ids=lambda text: text.replace(" ", "-"))
 def test_no_fault_loses_a_checkpoint(campaign, point, kind):
     """It fired; the run commits again; what restores is, bit for bit, no older than what was acknowledged."""
     outcome = campaign.inflict(point, kind, restarts=False)
     assert outcome.is_well, outcome
-
-
-@pytest.fixture(scope="module")
-def overlapping(tmp_path_factory):
-    """Uploads take longer than the interval, and ranks have memory for two snapshots."""
-    folder = tmp_path_factory.mktemp("overlapping")
-    cluster = ChaosCluster(str(folder / "run"), None, folder, max_in_flight=2, upload_bytes_per_s=1e5)
-    try:
-        yield Campaign(cluster)
-    finally:
-        cluster.close()
 
 
 OVERLAPPING_FAULTS = [
@@ -109,12 +125,13 @@ OVERLAPPING_FAULTS = [
 ]
 
 
+@on(overlapping)
 @pytest.mark.parametrize(("point", "kind"), OVERLAPPING_FAULTS, ids=lambda text: text.replace(" ", "-"))
-def test_no_fault_loses_a_checkpoint_where_two_are_in_flight(overlapping, point, kind):
+def test_no_fault_loses_a_checkpoint_where_two_are_in_flight(campaign, point, kind):
     """The same while one snapshot is stored beside another."""
-    outcome = overlapping.inflict(point, kind)
+    outcome = campaign.inflict(point, kind)
     assert outcome.is_well, outcome
-    assert num_overlapping(overlapping.cluster.orders) > 0
+    assert num_overlapping(campaign.cluster.orders) > 0
 
 
 def num_overlapping(orders):
@@ -130,30 +147,15 @@ def num_overlapping(orders):
     return found
 
 
-@pytest.fixture(scope="module")
-def s3_campaign(tmp_path_factory, server, module_proxy):
-    folder = tmp_path_factory.mktemp("s3-campaign")
-    options = {**server.options, "endpoint_url": module_proxy.endpoint}
-    cluster = ChaosCluster(
-        "s3://raycheck-tests/campaign/run",
-        options,
-        folder,
-        proxy=module_proxy,
-        direct_options=server.options,
-    )
-    try:
-        yield Campaign(cluster)
-    finally:
-        cluster.close()
-
-
+@on(on_s3)
 @pytest.mark.parametrize(("point", "kind"), NETWORK_FAULTS, ids=lambda text: text.replace(" ", "-"))
-def test_no_fault_of_the_network_loses_a_checkpoint(s3_campaign, point, kind):
+def test_no_fault_of_the_network_loses_a_checkpoint(campaign, point, kind):
     """The same on S3, where each request may be cut, refused or answered in vain."""
-    outcome = s3_campaign.inflict(point, kind, restarts=False)
+    outcome = campaign.inflict(point, kind, restarts=False)
     assert outcome.is_well, outcome
 
 
+@on(plain)
 def test_a4_the_newest_stays_the_newest_while_another_is_uploaded(campaign):
     """A reader beside the run sees the last acknowledged step, before and after the writers die."""
     seen = []
