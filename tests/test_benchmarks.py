@@ -1,0 +1,31 @@
+"""Benchmarks speak to parts of raycheck that have no stable interface: they must not rot unseen."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_a_checkpoint_costs():
+    """Ours and the plainest peer, in small: both rows are there, and what they saved came back bit for bit."""
+    table = run("benchmarks/checkpoint_cost.py", "--mib", 4, "--runs", 1, "--only", "raycheck", "torch.save")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    assert rows["raycheck"].endswith("| yes |")
+    assert rows["torch.save"].endswith("| yes |")
+
+
+def test_what_the_loader_costs():
+    """Both places of the work, in small; the script checks that every item came once."""
+    table = run(
+        "-W", "ignore", "-m", "benchmarks.loader_overhead", "--pairs", 2, "--batches", 5, "--workers", 1
+    )
+    assert table.count("us: ") == 6
