@@ -464,7 +464,10 @@ class Coordinator:
     def _attempt_ended(self, generation: Generation, end: protocol.EndAttempt) -> None:
         self._tell_all(messages.AttemptEnded(end.plan, end.is_committed, end.detail))
         self._preempting.ended(
-            end.plan, is_committed=end.is_committed, is_replaced=end.reason == "superseded"
+            end.plan,
+            is_committed=end.is_committed,
+            has_failed=end.reason == "failed",
+            is_replaced=end.reason == "superseded",
         )
         ref = CheckpointRef(end.plan.step, generation.id, end.plan.id)
         if not end.is_committed:

@@ -131,12 +131,19 @@ class Preempting:
         """Return the order that shows a plan: the same each time, for as long as it is in flight."""
         return messages.PublishPlan(plan, plan.id in self._held_plans, self._spared.get(plan.id, ()))
 
-    def ended(self, plan: Plan, *, is_committed: bool, is_replaced: bool) -> None:
-        """Say how an attempt has ended, and whether another is about to be published in its place."""
+    def ended(self, plan: Plan, *, is_committed: bool, has_failed: bool, is_replaced: bool) -> None:
+        """Say how an attempt has ended.
+
+        Args:
+            plan: Its plan.
+            is_committed: A checkpoint came of it.
+            has_failed: A rank's snapshot or upload failed.
+            is_replaced: Another is about to be published in its place.
+        """
         was_spared = bool(self._spared.pop(plan.id, ()))
         if is_committed:
             self._grace.committed(self._planned_s.get(plan.id, float("-inf")))
-        elif was_spared and not is_replaced:
+        elif was_spared and has_failed:
             # Larger shares may need more memory than those that stay can have.
             self._may_spare = False
             self._ask()

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from raycheck.core.notice import Notice, ranks_to_spare
 from raycheck.core.page import MAX_SPARED_RANKS, PAGE_BYTES, ControlPage, Plan
 from raycheck.core.plan import TensorSpec, deal
+from raycheck.observe.events import EventLog
 from raycheck.runtime import messages
+from raycheck.runtime.preempting import Preempting
 from tests.runtime import jobs
 from tests.runtime.harness import LocalCluster, wait_until
 
@@ -64,6 +66,18 @@ def test_who_is_spared():
     assert ranks_to_spare({"a", "b"}, node_of, 3) == ()
     assert ranks_to_spare({"b"}, {0: "a", 2: "b"}, 3) == ()
     assert ranks_to_spare(set(), node_of, 3) == ()
+
+
+def test_only_a_failure_ends_the_sparing():
+    """A plan that a rank saw too late says nothing of memory: the next one spares the same ranks."""
+    orders = []
+    preempting = Preempting(events=EventLog(None), lead_s=0.5, ask=lambda: None, tell_all=orders.append)
+    preempting.hear(Notice("spot", 600.0, "", "b"), 0.0, "g1")
+    for number, has_failed in enumerate([False, False, True, False], start=1):
+        plan = Plan(number, 10 * number)
+        preempting.publish(plan, float(number), node_of={0: "a", 1: "b"}, world_size=2)
+        preempting.ended(plan, is_committed=False, has_failed=has_failed, is_replaced=False)
+    assert [order.spared for order in orders] == [(1,), (1,), (1,), ()]
 
 
 @pytest.fixture
