@@ -302,17 +302,20 @@ class _Demo:
             raise DemoError(f"the job does not end; see the logs in {self._run_folder}") from None
         if code != 0:
             raise DemoError(f"the job ended with exit code {code}; see the logs in {self._run_folder}")
+        records.read()  # Rank 0 was at its end; the other ranks may have written since.
 
     def _wait(self, records: Records, condition: Any) -> None:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         seen = 0
         while True:
+            # Asked before reading: what an ended job wrote is all there then.
+            has_ended = self._driver is not None and self._driver.poll() is not None
             records.read()
             if condition():
                 return
             if len(records.lines) != seen:
                 seen, deadline_s = len(records.lines), time.monotonic() + _STEP_TIMEOUT_S
-            if self._driver is not None and self._driver.poll() is not None:
+            if has_ended:
                 raise DemoError(f"the job ended too early; see the logs in {self._run_folder}")
             if time.monotonic() > deadline_s:
                 raise DemoError(f"the job makes no progress; see the logs in {self._run_folder}")
