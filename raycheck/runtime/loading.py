@@ -18,10 +18,11 @@ from raycheck.core.plan import Read
 from raycheck.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from raycheck.runtime.finding import find_checkpoint
 from raycheck.state.codec import Codec
+from raycheck.state.parts import SavedTensor
 from raycheck.state.restore import Restorer
 from raycheck.state.rng import capture_rng, restore_rng
 from raycheck.state.segment import Segment
-from raycheck.state.tree import SavedTensor, StateTree
+from raycheck.state.tree import StateTree
 from raycheck.store.assemble import assemble, read_values
 from raycheck.store.download import download
 from raycheck.store.run import RunStore

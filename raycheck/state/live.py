@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from raycheck.core.plan import Piece
 from raycheck.errors import StateError
+from raycheck.state.parts import Capture
 from raycheck.state.sharded import are_any_sharded, local_of
 from raycheck.state.spans import Addresses
-from raycheck.state.tree import Capture
 
 _kind_of = operator.attrgetter("shape", "dtype", "layout", "device", "__class__")
 _CPU = torch.device("cpu")

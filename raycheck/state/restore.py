@@ -21,10 +21,11 @@ from raycheck.core.layout import VALUES, Chunk, Entry, shard_image
 from raycheck.core.plan import Piece, Read, TensorSpec, deal, plan_reads
 from raycheck.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from raycheck.state.codec import Codec
+from raycheck.state.parts import SavedTensor
 from raycheck.state.rng import check_rng, restore_rng, seed_rng
 from raycheck.state.segment import Segment
 from raycheck.state.sharded import local_of, whole_piece
-from raycheck.state.tree import SavedTensor, StateTree
+from raycheck.state.tree import StateTree
 
 _BUCKET_BYTES = 32 << 20
 _MAX_GAP_BYTES = 64 << 10

@@ -32,12 +32,13 @@ from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
 from raycheck.state.device import Copier, Transfer
 from raycheck.state.live import UNTRACKED, Acquaintance, Live, versions_of
+from raycheck.state.parts import Capture, take_tensors
 from raycheck.state.placement import Placement, Way
 from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
 from raycheck.state.spans import Addresses, Scratch, copy_span, gather
-from raycheck.state.tree import Capture, StateTree, take_tensors
+from raycheck.state.tree import StateTree
 
 logger = logging.getLogger("raycheck")
 
