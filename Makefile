@@ -2,12 +2,12 @@
 PYTHON ?= python3
 # The CPU build. An unpinned torch takes a CUDA build of several GB.
 TORCH ?= torch==2.13.0
-# Processes that run tests; one of them has all that need Ray. More than one on two cores disturbs those.
-JOBS ?= 1
+# Processes that run tests; one of them has all that need Ray.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test test-users lint clean
 
 install: $(VENV)/.installed
 
@@ -24,8 +24,15 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What users run takes whole jobs, several starts each: as long again as all other tests.
+USERS := tests/ray_jobs/users
+PYTEST := $(BIN)/python -m pytest --durations=15
+
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=15
+	$(PYTEST) -n $(JOBS) --no-loadscope-reorder --ignore=$(USERS)
+
+test-users: install
+	$(PYTEST) $(USERS)
 
 clean:
 	rm -rf $(VENV) raycheck-demo

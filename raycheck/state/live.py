@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,9 +27,6 @@ _CPU = torch.device("cpu")
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_contiguous = torch.Tensor.is_contiguous
-
-UNTRACKED = -1
-"""The version of an inference tensor, which has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,26 +117,35 @@ class Acquaintance:
         self.are_flat = _are_flat(live.tensors, self.kinds)
         """Which ones are one run of host memory in the order of their elements."""
 
+        self.are_tracked = _are_tracked(live.tensors)
+        """Which ones count their in-place changes; inference tensors do not."""
+
         self.addresses = _addresses(live.tensors)
-        self._references = [weakref.ref(tensor) for tensor in live.tensors]
+        self._ids = list(map(id, live.tensors))
 
     def recognises(self, live: Live) -> bool:
         """Return whether these are the same tensors at the same addresses.
 
         Quick: shape, dtype and strides could still have been changed in place,
-        which `holds_for` finds out.
+        or be those of a new tensor that got both the id and the memory of an
+        old one, which `holds_for` finds out.
         """
-        if live.names != self.names or live.num_shared != self.num_shared or live.pieces != self.pieces:
-            return False
-        known = list(map(weakref.ref.__call__, self._references))
-        if not all(map(operator.is_, known, live.tensors)):
-            return False
-        return bool(np.array_equal(_addresses(live.tensors), self.addresses))
+        return (
+            live.names == self.names
+            and live.num_shared == self.num_shared
+            and live.pieces == self.pieces
+            and list(map(id, live.tensors)) == self._ids
+            and bool(np.array_equal(_addresses(live.tensors), self.addresses))
+        )
 
     def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether tensors that were recognised are of the kinds that were known."""
         kinds = _kinds(tensors)
-        return kinds == self.kinds and bool(np.array_equal(_are_flat(tensors, kinds), self.are_flat))
+        return (
+            kinds == self.kinds
+            and bool(np.array_equal(_are_flat(tensors, kinds), self.are_flat))
+            and bool(np.array_equal(_are_tracked(tensors), self.are_tracked))
+        )
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
@@ -161,12 +166,17 @@ def _are_flat(tensors: Sequence[torch.Tensor], kinds: list[tuple[Any, ...]]) -> 
     return flat
 
 
+def _are_tracked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
+    return ~np.fromiter(map(torch.Tensor.is_inference, tensors), dtype=np.bool_, count=len(tensors))
+
+
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the counters of in-place changes; `UNTRACKED` for an inference tensor."""
-    try:
-        return list(map(_version_of, tensors))
-    except RuntimeError:
-        return [UNTRACKED if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Return the counters of in-place changes.
+
+    Raises:
+        RuntimeError: If one of them is an inference tensor, which has none.
+    """
+    return list(map(_version_of, tensors))
 
 
 def _check_all(live: Live) -> None:

@@ -31,12 +31,12 @@ class OptimizerPart:
         groups = []
         for g, group in enumerate(self._optimizer.param_groups):
             ids = list(map(id, group["params"]))
-            found = map(out.parameter_names.get, ids)
+            found = list(map(out.parameter_names.get, ids))
+            out.deferrable += filter(None, found)
             parameters = [name or _place_of(g, i) for i, name in enumerate(found)]
             names.update(zip(ids, parameters, strict=True))
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": parameters})
-        out.deferrable.update(out.shared.keys() & names.values())
         # No keyword of attach() has a star: these names cannot meet a parameter's.
         out.values[self.name] = {"*state": self._capture_state(out, names), "*groups": groups}
 
@@ -56,14 +56,14 @@ class OptimizerPart:
             # A thousand tensors: no loop of ours.
             full_names: list[Any] = self._full_names
             out.shared.update(zip(full_names, values, strict=True))
-            out.deferrable.update(full_names)
+            out.deferrable += full_names
             return {}
         others: dict[str, dict[str, Any]] = {}
         owners = ((name, key) for name, each in zip(parameter_names, keys, strict=True) for key in each)
         for full_name, (name, key), value in zip(self._full_names, owners, values, strict=True):
             if full_name is None or name is None:
                 continue
-            out.deferrable.add(full_name)
+            out.deferrable.append(full_name)
             if not isinstance(value, torch.Tensor):
                 others.setdefault(name, {})[key] = value
             elif is_alone:

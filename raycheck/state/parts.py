@@ -38,7 +38,7 @@ class Capture:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Per part, its plain values; tensors inside them have not been taken out yet."""
 
-    deferrable: set[str] = dataclasses.field(default_factory=set)
+    deferrable: list[str] = dataclasses.field(default_factory=list)
     """Names that only a registered optimizer changes: they may be copied until its next step."""
 
     parameter_names: dict[int, str] = dataclasses.field(default_factory=dict)

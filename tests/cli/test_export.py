@@ -253,7 +253,7 @@ def test_a_process_that_is_ended_leaves_nothing_under_the_name(stored, tmp_path,
             assert time.monotonic() < end_s
             time.sleep(0.01)
         process.send_signal(sent)
-        process.wait(30)
+        process.wait(240)
     finally:
         process.kill()
         process.wait()

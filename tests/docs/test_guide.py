@@ -1,4 +1,4 @@
-"""docs/guide.md: what needs no Ray. tests/ray_jobs/test_guide.py runs the rest."""
+"""docs/guide.md: what needs no Ray. tests/ray_jobs/users/test_guide.py runs the rest."""
 
 import re
 import subprocess

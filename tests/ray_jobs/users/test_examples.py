@@ -13,7 +13,7 @@ import torch
 import raycheck
 from tests.runtime.harness import wait_until
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 START_S = 300
 
 

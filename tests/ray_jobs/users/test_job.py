@@ -13,7 +13,7 @@ import psutil
 import pytest
 from ray.job_submission import JobSubmissionClient
 
-FOLDER = Path(__file__).parents[2] / "examples" / "job"
+FOLDER = Path(__file__).parents[3] / "examples" / "job"
 START_S = 240
 
 
