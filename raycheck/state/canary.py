@@ -27,30 +27,20 @@ class Canaries:
         sources: Live addresses; the memory must outlive this object.
         num_bytes: Bytes of each tensor, more than 0.
         plan_id: Decides the place.
+        scratch: Used for reading, by one thread at a time.
     """
 
-    def __init__(self, sources: Addresses, num_bytes: Addresses, plan_id: int) -> None:
+    def __init__(self, sources: Addresses, num_bytes: Addresses, plan_id: int, scratch: Scratch) -> None:
         self._lengths = np.minimum(num_bytes, np.uint64(CANARY_BYTES))
         place = np.uint64(plan_id * 7 % _NUM_PLACES)
         at = (num_bytes - self._lengths) * place // np.uint64(_NUM_PLACES - 1)
         # Where a line of the processor's cache begins, if the tensor does: half of what must be fetched.
         self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
-        self._before = b""
-
-    def take(self, scratch: Scratch) -> None:
-        """Remember what they are now.
-
-        Args:
-            scratch: Used for reading, by one thread at a time.
-
-        Raises:
-            OSError: EFAULT if the memory has been given up.
-        """
-        self._before = bytes(self._taken(self._sources, scratch))
+        self._before = bytes(self._take(sources, scratch))
 
     def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
-        """Return the indices of those whose canaries are not what they were when taken.
+        """Return the indices of those whose canaries are not what they were at first.
 
         Args:
             starts: Where each tensor is, or its copy.
@@ -59,7 +49,7 @@ class Canaries:
         Raises:
             OSError: EFAULT if the memory has been given up.
         """
-        now = self._taken(starts, scratch)
+        now = self._take(starts, scratch)
         if now == self._before:
             return []
         differs = np.frombuffer(now, np.uint8) != np.frombuffer(self._before, np.uint8)
@@ -70,5 +60,5 @@ class Canaries:
         """Return the indices of those that have changed in live memory."""
         return self.differing(self._sources, scratch)
 
-    def _taken(self, starts: Addresses, scratch: Scratch) -> memoryview:
+    def _take(self, starts: Addresses, scratch: Scratch) -> memoryview:
         return scratch.take(starts + self._at, self._lengths)

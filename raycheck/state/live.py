@@ -120,6 +120,7 @@ class Acquaintance:
         self.are_tracked = _are_tracked(live.tensors)
         """Which ones count their in-place changes; inference tensors do not."""
 
+        self.shared_bytes = np.array([tensor.nbytes for tensor in live.tensors[: live.num_shared]], np.int64)
         self.addresses = _addresses(live.tensors)
         self._ids = list(map(id, live.tensors))
 

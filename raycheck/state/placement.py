@@ -85,11 +85,6 @@ class Placement:
         """Return whether nothing but the tensors could ask for another layout."""
         return values_bytes <= self.values_bytes and self._dealing == (keeps_per_rank, spared)
 
-    @property
-    def deferred(self) -> Way | None:
-        """What may wait, as `ways` returned it last; None before."""
-        return self._ways[2] if self._ways else None
-
     def ways(
         self,
         are_flat: npt.NDArray[np.bool_],

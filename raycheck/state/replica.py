@@ -10,7 +10,7 @@ import crc32c
 import numpy as np
 import torch
 
-from raycheck.state.live import Live
+from raycheck.state.live import Acquaintance, Live
 from raycheck.state.spans import SMALL_BYTES, Scratch, as_addresses
 
 NUM_SAMPLES = 16
@@ -28,7 +28,7 @@ class Sample:
     """Tensor, its address or 0 if it is not flat, first byte and end."""
 
 
-def sample_of(live: Live, plan_id: int) -> Sample:
+def sample_of(live: Live, known: Acquaintance, plan_id: int) -> Sample:
     """Return the part of the shared state whose digest all ranks must agree on.
 
     A function of the plan alone, so that ranks which missed different plans
@@ -37,21 +37,21 @@ def sample_of(live: Live, plan_id: int) -> Sample:
 
     Args:
         live: The tensors; the shared ones come first.
+        known: What is known of them.
         plan_id: Counts from 1.
     """
-    shared_bytes = [tensor.nbytes for tensor in live.tensors[: live.num_shared]]
-    total = sum(shared_bytes)
+    begins = np.concatenate([[0], np.cumsum(known.shared_bytes)])
+    total = int(begins[-1])
     low, high, label = 0, total, "all"
     if plan_id & (plan_id - 1):
         part = plan_id % NUM_SAMPLES
         low, high, label = total * part // NUM_SAMPLES, total * (part + 1) // NUM_SAMPLES, f"{part:02d}"
-    begins = np.concatenate([[0], np.cumsum(shared_bytes, dtype=np.int64)])
     first = max(int(np.searchsorted(begins, low, side="right")) - 1, 0)
     last = int(np.searchsorted(begins, high, side="left"))
     pieces = []
     for index in range(first, min(last, live.num_shared)):
         begin, tensor = int(begins[index]), live.tensors[index]
-        start, end = max(low - begin, 0), min(high - begin, shared_bytes[index])
+        start, end = max(low - begin, 0), min(high, int(begins[index + 1])) - begin
         if start < end:
             is_flat = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj()
             # An alias taken at the boundary survives ``.data =``.

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,6 @@ from raycheck.errors import StateError
 from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
 from raycheck.state.device import Copier, Transfer
-from raycheck.state.errand import Errand
 from raycheck.state.live import Acquaintance, Live, versions_of
 from raycheck.state.parts import Capture, take_tensors
 from raycheck.state.placement import Placement, Way
@@ -42,8 +41,6 @@ from raycheck.state.spans import Addresses, Scratch, copy_span, gather
 from raycheck.state.tree import StateTree
 
 logger = logging.getLogger("raycheck")
-
-T = TypeVar("T")
 
 _MIN_VALUES_BYTES = 16 << 10
 
@@ -105,16 +102,6 @@ class _Pending:
     replica_digest: str = ""
     stall_s: float = 0.0
     hook_has_fired: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Expected:
-    """Canaries of what the next snapshot defers, if nothing has changed since the last one."""
-
-    known: Acquaintance
-    deferred: Way
-    canaries: Canaries
-    taken: Errand[None]
 
 
 class Snapshotter:
@@ -197,9 +184,6 @@ class Snapshotter:
         ]
         self._num_steps_seen = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_given, self._num_done = 0, 0
-        """Jobs of the copy thread; each is counted by one thread alone."""
-
         self._thread = threading.Thread(target=self._copy_loop, name="raycheck-copy", daemon=True)
         self._thread.start()
 
@@ -245,15 +229,14 @@ class Snapshotter:
         assert self._pending is None, "the snapshot before was not settled"
         started_s = time.perf_counter()
         self._segment, self._spared = self._segments[slot], spared
-        expected = self._expect(plan)
         capture = self._tree.capture()
         values = self._take_values(capture)
         live = Live.of(capture, world_size=self._world_size)
         placement = self._lay_out(live, len(values))
         self._write_values(placement, values)
-        pending = self._copy_what_cannot_wait(placement, live, capture, plan, expected)
+        pending = self._copy_what_cannot_wait(placement, live, capture, plan)
         self._pending = pending
-        self._give(functools.partial(self._copy_deferred, pending))
+        self._jobs.put(functools.partial(self._copy_deferred, pending))
         if not self._overlap:
             self._await_copies(pending)
         pending.stall_s = time.perf_counter() - started_s
@@ -364,7 +347,7 @@ class Snapshotter:
                 self._make_room(segment, placement.image)
         except (StateError, OSError):
             return  # the snapshot will say so
-        self._give(self._make_pages)
+        self._jobs.put(self._make_pages)
 
     def _make_pages(self) -> None:
         """Have the arenas' memory made, and pinned where a device copies into it. In the copy thread."""
@@ -434,33 +417,6 @@ class Snapshotter:
         begin, num_bytes = placement.values_begin, placement.values_bytes
         self._segment.arena[begin : begin + num_bytes] = values.ljust(num_bytes)
 
-    def _expect(self, plan: Plan) -> _Expected | None:
-        """Have canaries taken beside this thread's walk through the state, which most often has not changed."""
-        present, known = self._placement, self._known
-        if not self._overlap or present is None or known is None or present.deferred is None:
-            return None
-        sources = known.addresses[present.tensor_index] + present.source_offset
-        flat = present.deferred.flat
-        canaries = Canaries(sources[flat], present.num_bytes[flat], plan.id)
-        taken = self._beside(functools.partial(canaries.take, self._copy_scratch))
-        return _Expected(known, present.deferred, canaries, taken)
-
-    def _take_canaries(
-        self, placement: Placement, deferred: Way, sources: Addresses, plan: Plan, expected: _Expected | None
-    ) -> Canaries:
-        """Return the canaries as they are now: those that were expected, if the state is what it was."""
-        if expected is not None:
-            try:
-                expected.taken.result()
-            except OSError:
-                pass  # It had memory that is gone.
-            else:
-                if expected.deferred is deferred and expected.known is self._known:
-                    return expected.canaries
-        canaries = Canaries(sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id)
-        canaries.take(self._scratch)
-        return canaries
-
     def _which_may_wait(self, live: Live, capture: Capture) -> npt.NDArray[np.bool_]:
         if not self._overlap:
             return np.zeros(len(live.names), np.bool_)
@@ -472,7 +428,7 @@ class Snapshotter:
         return self._waiting[2]
 
     def _copy_what_cannot_wait(
-        self, placement: Placement, live: Live, capture: Capture, plan: Plan, expected: _Expected | None
+        self, placement: Placement, live: Live, capture: Capture, plan: Plan
     ) -> _Pending:
         assert self._known is not None
         may_wait = self._which_may_wait(live, capture) & self._known.are_tracked
@@ -484,7 +440,7 @@ class Snapshotter:
         owners = placement.tensor_index[np.concatenate([deferred.flat, deferred.device])].tolist()
         tensors = [live.tensors[owner] for owner in owners]
         is_compared = self._world_size > 1 and not self._keeps_per_rank
-        sample = sample_of(live, plan.id) if is_compared else None
+        sample = sample_of(live, self._known, plan.id) if is_compared else None
         return _Pending(
             plan=plan,
             live=live,
@@ -493,7 +449,9 @@ class Snapshotter:
             tensors=tensors,
             versions=versions_of(tensors),
             memory=list(map(torch.Tensor.untyped_storage, tensors)),
-            canaries=self._take_canaries(placement, deferred, sources, plan, expected),
+            canaries=Canaries(
+                sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id, self._scratch
+            ),
             sample=sample,
             transfers=self._launch(placement, live, eager, deferred, sample),
         )
@@ -528,25 +486,11 @@ class Snapshotter:
             for index, owner in zip(way.device.tolist(), owners, strict=True)
         ]
 
-    def _give(self, job: Callable[[], None]) -> None:
-        """Have the copy thread do something, after what it has been given before."""
-        self._num_given += 1
-        self._jobs.put(job)
-
-    def _beside(self, work: Callable[[], T]) -> Errand[T]:
-        """Have the copy thread do something now, if it has nothing else to do; if it has, `result` does it."""
-        errand = Errand(work)
-        if self._num_given == self._num_done:
-            self._give(errand.run)
-            errand.wait_for_begin()
-        return errand
-
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             # It holds tensors, and the next one may be long in coming.
             del job
-            self._num_done += 1
 
     def _copy_deferred(self, pending: _Pending) -> None:
         try:
@@ -640,9 +584,8 @@ class Snapshotter:
         return Discarded(pending.plan, f"{torn[0]} changed while it was copied")
 
     def _torn_names(self, pending: _Pending) -> list[str]:
-        changed = self._beside(functools.partial(pending.canaries.changed, self._copy_scratch))
+        torn = {*pending.canaries.changed(self._scratch)}
         versions = versions_of(pending.tensors)
-        torn = {*changed.result()}
         if versions != pending.versions:
             moved = zip(versions, pending.versions, strict=True)
             torn |= {position for position, (now, then) in enumerate(moved) if now != then}

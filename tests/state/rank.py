@@ -134,14 +134,8 @@ class Gate:
         self._held = []
 
     def put(self, job):
-        if getattr(job, "func", None) != self._snapshotter._copy_deferred:
-            self._jobs.put(job)
-            return
         self._held.append(job)
         self._snapshotter._jobs = self._jobs
-
-    def get(self):
-        return self._jobs.get()
 
     def open(self):
         self._jobs.put(self._held.pop())
