@@ -87,8 +87,9 @@ def answers_of_a_job(folder: Path, dashboard: dict[str, Any], options: argparse.
     with running(folder, *head), running(folder, *watcher):
         wait_for(ray_port)
         wait_for(port)
-        begun_s = time.time()
         with running(folder, *job) as driver:
+            reach(records, 1, driver)
+            begun_s = time.time()
             last = 2 * options.samples // 16
             reach(records, last // 4, driver)
             os.kill(newest(records)["pid"], signal.SIGKILL)
@@ -96,7 +97,7 @@ def answers_of_a_job(folder: Path, dashboard: dict[str, Any], options: argparse.
         with running(folder, *job) as driver:
             if driver.wait(1800) != 0:
                 raise SystemExit("the job failed")
-        return {"from_s": begun_s, "to_s": time.time()} | {
+        return {"from_s": begun_s, "to_s": time.time(), "step_s": SCRAPE_S} | {
             "panels": {
                 panel["id"]: {
                     each["refId"]: asked(port, each["expr"].replace("$run", "gpt"), begun_s)

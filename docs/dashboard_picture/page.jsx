@@ -22,7 +22,7 @@ function framesOf(panel) {
   let seriesIndex = 0;
   return panel.targets.flatMap((target) => answers.panels[panel.id][target.refId].map(({ metric, values }) => {
     const name = target.legendFormat.replace(/{{\s*(\w+)\s*}}/g, (_, label) => metric[label] ?? '');
-    const time = { name: 'Time', type: FieldType.time, config: {}, values: values.map(([at_s]) => at_s * 1000) };
+    const time = { name: 'Time', type: FieldType.time, config: { interval: answers.step_s * 1000 }, values: values.map(([at_s]) => at_s * 1000) };
     const value = {
       name: 'Value', type: FieldType.number,
       config: { ...DEFAULTS[panel.type], ...panel.fieldConfig.defaults, displayNameFromDS: name },

@@ -35,7 +35,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WINDOW = "30m"
 """What quantiles and counts are over: checkpoints are minutes apart."""
 
-Unit = Literal["short", "s", "Bps", "percentunit"]
+Unit = Literal["short", "s", "decbytes", "percentunit"]
 
 
 class _Query(NamedTuple):
@@ -49,6 +49,7 @@ class _Panel(NamedTuple):
     unit: Unit
     queries: Sequence[_Query]
     kind: Literal["stat", "timeseries"] = "timeseries"
+    is_log: bool = False
 
 
 def make_dashboard() -> dict[str, Any]:
@@ -100,11 +101,12 @@ def _over_time() -> list[_Panel]:
         _Panel("Step time without checkpoints", "s", [_value(STEP_TIME)]),
         _Panel("Stall of a snapshot", "s", _quantiles(STALL)),
         _Panel("Upload of a checkpoint", "s", _quantiles(PERSIST)),
-        _Panel("Bytes stored a second", "Bps", [_rate(BYTES_STORED)]),
+        _Panel(f"Bytes stored in {_WINDOW}", "decbytes", [_count(BYTES_STORED, "bytes")]),
         _Panel(f"Checkpoints and failed saves in {_WINDOW}", "short", saves),
         _Panel(f"Restores in {_WINDOW}", "short", [_count_by(RESTORES)]),
         _Panel("Time of a restore", "s", _quantiles(RESTORE)),
-        _Panel("Expected time to failure", "s", [_value(MTTF)]),
+        # Weeks before the first failure, perhaps minutes after it.
+        _Panel("Expected time to failure", "s", [_value(MTTF)], is_log=True),
     ]
 
 
@@ -116,28 +118,33 @@ def _value(metric: Metric, what: str = "") -> _Query:
     return _Query(metric, f"max by ({RUN_NAME_TAG}) ({metric.exported_name}{{{_RUN}}})", legend)
 
 
-def _rate(metric: Metric) -> _Query:
-    # Of the time between two checkpoints and not of the moment: bytes are counted at the commit.
-    expression = f"sum by ({RUN_NAME_TAG}) (rate({metric.exported_name}{{{_RUN}}}[{_WINDOW}]))"
-    return _Query(metric, expression, "{{" + RUN_NAME_TAG + "}}")
-
-
 def _count(metric: Metric, legend: str) -> _Query:
-    return _Query(metric, f"sum(increase({metric.exported_name}{{{_RUN}}}[{_WINDOW}]))", legend)
+    return _Query(metric, f"sum({_increase(metric.exported_name)})", legend)
 
 
 def _count_by(metric: Metric) -> _Query:
     (tag,) = metric.tags
-    expression = f"sum by ({tag}) (increase({metric.exported_name}{{{_RUN}}}[{_WINDOW}]))"
-    return _Query(metric, expression, "{{" + tag + "}}")
+    return _Query(metric, f"sum by ({tag}) ({_increase(metric.exported_name)})", "{{" + tag + "}}")
 
 
 def _quantiles(metric: Metric) -> list[_Query]:
-    series = f"increase({metric.exported_name}_bucket{{{_RUN}}}[{_WINDOW}])"
+    series = _increase(f"{metric.exported_name}_bucket")
     return [
         _Query(metric, f"histogram_quantile({quantile}, sum by (le) ({series}))", legend)
         for quantile, legend in ((0.5, "median"), (0.95, "95 %"))
     ]
+
+
+def _increase(name: str) -> str:
+    """Return by how much counters rose in the window.
+
+    Prometheus' ``increase`` takes the first value that it sees for where a
+    counter began. Ray exports none before it has counted something, and each
+    coordinator has its own: a restore, of which each sees one, would never show.
+    """
+    series = f"{name}{{{_RUN}}}"
+    newest = f"max_over_time({series}[{_WINDOW}])"
+    return f"clamp_min({newest} - ({series} offset {_WINDOW} or 0 * {newest}), 0)"
 
 
 # Grafana's own format.
@@ -186,6 +193,9 @@ def _to_json(panel: _Panel, number: int, place: dict[str, int]) -> dict[str, Any
     options: dict[str, Any] = {"legend": {"displayMode": "list", "placement": "bottom"}}
     if panel.kind == "stat":
         options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "textMode": "value_and_name"}
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.is_log:
+        defaults = {"unit": panel.unit, "custom": {"scaleDistribution": {"type": "log", "log": 10}}}
     return {
         "id": number,
         "type": panel.kind,
@@ -193,7 +203,7 @@ def _to_json(panel: _Panel, number: int, place: dict[str, int]) -> dict[str, Any
         "description": " ".join(dict.fromkeys(query.metric.help for query in panel.queries)),
         "datasource": _SOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
         "targets": [
             {

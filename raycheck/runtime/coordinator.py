@@ -357,7 +357,7 @@ class Coordinator:
             case messages.UploadsSeen():
                 generation.uploads[message.node] = message
             case messages.StepsMeasured():
-                generation.pace.observe(message.step, self._clock())
+                generation.see_step(message.step, self._clock())
                 if message.rank == 0:
                     self._observe_steps(message)
                 self._feed(protocol.Progress(message.step, self._tuner.step_s))

@@ -81,6 +81,12 @@ class Generation:
             start_step=parent.step if parent else 0,
         )
 
+    def see_step(self, step: int, now_s: float) -> None:
+        """Take in how far ranks say that they are. What they say before they have loaded is no pace."""
+        restored = self.parent.step if self.parent else 0
+        if self.commits is not None and step >= restored:
+            self.pace.observe(step, now_s)
+
     def take(self, message: messages.MetricsTaken) -> None:
         """Take in what goes with a rank's snapshot. Told again it changes nothing: its table may be another by then."""
         of_plan = self.taken.setdefault(message.plan_id, {})

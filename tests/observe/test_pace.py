@@ -3,7 +3,10 @@
 import pytest
 
 from raycheck.config import Settings
+from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.pace import Pace
+from raycheck.core.restore import RestoreVote
+from raycheck.runtime.generation import Generation
 from raycheck.runtime.tuner import Tuner
 
 
@@ -63,3 +66,15 @@ def test_at_risk_is_what_was_trained_since_the_snapshot_that_counts():
     assert tuner.at_risk_s == 0.0
     tuner.observe_steps(trained)
     assert tuner.at_risk_s == pytest.approx(10.0, abs=0.6)
+
+
+def test_a_restore_is_no_pace():
+    """Ranks say step 0 until they have loaded, and then the restored one: no hundred steps in a moment."""
+    run = GenerationId(2, "aaaaaaaa")
+    generation = Generation(run, 1, None, RestoreVote(world_size=1, candidates=(), is_exact=False))
+    generation.see_step(0, 100.0)
+    generation.may_commit(CheckpointRef(480, GenerationId(1, "bbbbbbbb"), 7), Settings())
+    generation.see_step(0, 101.0)
+    for tick in range(50):
+        generation.see_step(480 + tick, 103.0 + tick / 10)
+    assert generation.pace.steps_per_s(108.0) == pytest.approx(10.0, rel=0.05)

@@ -48,10 +48,13 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def ray_node(s3_server):
+def ray_node(s3_server, request):
     """Start a head node of our own; end it by its process id."""
     port, dashboard_port = _free_port(), _free_port()
-    has_job_server = _has_job_server()
+    # With its dashboard, a dozen processes more, only for those that submit jobs.
+    has_job_server = _has_job_server() and any(
+        "job_server" in item.fixturenames for item in request.session.items
+    )
     folder = tempfile.mkdtemp(prefix="raycheck-ray-")
     environment = {
         **os.environ,
