@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8_000, help="of an epoch of the job, which takes two")
     parser.add_argument("--image", type=Path, default=HERE.parent / "images" / "dashboard.png")
     options = parser.parse_args()
-    text = subprocess.check_output([BIN / "raycheck", "dashboard"], text=True)
+    text = subprocess.check_output([sys.executable, "-m", "raycheck", "dashboard"], text=True)
     with tempfile.TemporaryDirectory(prefix="rc-") as name:
         folder = Path(name)
         answers = answers_of_a_job(folder, json.loads(text), options)
