@@ -107,3 +107,11 @@ def test_each_source_of_the_comparison_is_used_and_each_note_has_its_source():
         (row,) = re.findall(rf"^\| {re.escape(name.replace('`', ''))} \| .*$", benchmarks, re.MULTILINE)
         cells = [cell.strip().split(" ")[0] for cell in row.split("|")]
         assert [stall, cpu, durable, memory] == [cells[5], cells[7], cells[8], cells[10]]
+
+
+def test_the_number_of_faults_is_that_of_the_run():
+    """Where docs/compare.md says how many were tried, too."""
+    (counted,) = re.findall(
+        r"^([\d,]+) faults, .* fired, 0 ", (DOCS / "reliability.md").read_text(), re.MULTILINE
+    )
+    assert f"| tried with faults | {counted}, all counted" in (DOCS / "compare.md").read_text()
