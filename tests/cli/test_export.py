@@ -245,6 +245,8 @@ def test_a_process_that_is_ended_leaves_nothing_under_the_name(stored, tmp_path,
     process = subprocess.Popen(
         [sys.executable, "-c", "from raycheck.cli import main; main()", *map(str, command)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        # Tests that run in the background of a shell ignore it, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         end_s = time.monotonic() + 60
