@@ -172,12 +172,11 @@ def _are_tracked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the counters of in-place changes.
-
-    Raises:
-        RuntimeError: If one of them is an inference tensor, which has none.
-    """
-    return list(map(_version_of, tensors))
+    """Return the counters of in-place changes; 0 for an inference tensor, which has none."""
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _check_all(live: Live) -> None:
