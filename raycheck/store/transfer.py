@@ -65,10 +65,8 @@ def run_parallel(
 ) -> None:
     """Call ``work(task, buffer)`` for every task, in order of the tasks, from several threads.
 
-    Blocks until every call has returned, but for Ctrl-C: it does not wait for
-    storage that does not answer, and the threads end with the process. Each
-    thread has one buffer and uses it again for each task. After the first
-    failure no task is begun.
+    Blocks until every call has returned. Each thread has one buffer and uses it
+    again for each task. After the first failure no task is begun.
 
     Args:
         tasks: Taken one at a time.
@@ -112,8 +110,7 @@ def run_parallel(
     for thread in threads:
         thread.start()
     loop()
-    is_interrupted = any(isinstance(failure, KeyboardInterrupt) for failure in failures)
-    for thread in () if is_interrupted else threads:
+    for thread in threads:
         thread.join()
     if failures:
         raise failures[0]

@@ -12,7 +12,7 @@ from raycheck.store.download import download
 from raycheck.store.objects import Store
 from raycheck.store.retry import RetryPolicy
 from raycheck.store.spans import Read
-from raycheck.store.transfer import TokenBucket, TransferCancelledError, run_parallel
+from raycheck.store.transfer import TokenBucket, TransferCancelledError
 from raycheck.store.upload import upload
 from raycheck.testing import CutParts, FailNth, Fault, FaultyConnect, LoseReply
 
@@ -256,19 +256,3 @@ def test_reads_are_retried(place, destination, never):
     download(store, "shard", [Read(0, 100, 0)], destination, sums=sums, parallel=1, cancelled=never)
     assert fault.num_fired == 2
     assert store.num_retries == 2
-
-
-def test_ctrl_c_does_not_wait_for_storage_that_does_not_answer():
-    """The other thread is in a call that does not return; the interrupted one says so at once."""
-    others_call, goes_on = threading.Event(), threading.Event()
-
-    def work(task, buffer):
-        if threading.current_thread() is threading.main_thread():
-            assert others_call.wait(60)
-            raise KeyboardInterrupt
-        others_call.set()
-        goes_on.wait()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_parallel([1, 2], work, num_threads=2, buffer_bytes=1, check=lambda: None)
-    goes_on.set()
