@@ -141,6 +141,8 @@ def _increase(name: str) -> str:
     Prometheus' ``increase`` takes the first value that it sees for where a
     counter began. Ray exports none before it has counted something, and each
     coordinator has its own: a restore, of which each sees one, would never show.
+    Where Ray is told to leave out its processes' labels, a new coordinator's
+    count follows the old one's in one series, and this shows too little.
     """
     series = f"{name}{{{_RUN}}}"
     newest = f"max_over_time({series}[{_WINDOW}])"
