@@ -90,7 +90,7 @@ def _layout_seeds(rows: list[Entry]) -> list[bytes]:
         parquet(table * 50, row_group_size=7),
         parquet([]),
         # Few bytes that claim many rows: one value each, repeated.
-        parquet(table[:1] * 30_000),
+        parquet(table[:1] * 3_000),
     ]
     for field, values in {
         "name": [None, "../../x", "a\0b", "n" * 100_000],
@@ -151,7 +151,7 @@ def telemetry() -> Target:
         log.record("commit", "g000001-ab", step=i, stall_s=0.5, text="x" * i)
     log.flush()
     row = {"unix_s": 1.5, "kind": "commit", "generation": "g", "writer": "w", "facts": '{"step":1}'}
-    seeds = [sink.data, bomb(), parquet([row] * 20_000, EVENTS), parquet([], EVENTS)]
+    seeds = [sink.data, bomb(), parquet([row] * 2_000, EVENTS), parquet([], EVENTS)]
     for field, values in {
         "facts": ["{", "[1]", "null", None, "[" * 100_000, "9" * 5000, '{"step":1e999}', '{"a":NaN}'],
         "unix_s": [None, float("nan")],
