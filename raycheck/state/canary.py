@@ -10,6 +10,7 @@ to before, while or after it was copied.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from raycheck.state.spans import Addresses, Scratch
 
@@ -37,7 +38,7 @@ class Canaries:
         # Where a line of the processor's cache begins, if the tensor does: half of what must be fetched.
         self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
-        self._before = bytes(self._take(sources, scratch))
+        self._before = self._take(sources, scratch).copy()
 
     def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
         """Return the indices of those whose canaries are not what they were at first.
@@ -50,9 +51,9 @@ class Canaries:
             OSError: EFAULT if the memory has been given up.
         """
         now = self._take(starts, scratch)
-        if now == self._before:
+        differs = now != self._before
+        if not differs.any():
             return []
-        differs = np.frombuffer(now, np.uint8) != np.frombuffer(self._before, np.uint8)
         owners = np.searchsorted(np.cumsum(self._lengths), np.flatnonzero(differs), side="right")
         return [int(index) for index in np.unique(owners)]
 
@@ -60,5 +61,6 @@ class Canaries:
         """Return the indices of those that have changed in live memory."""
         return self.differing(self._sources, scratch)
 
-    def _take(self, starts: Addresses, scratch: Scratch) -> memoryview:
-        return scratch.take(starts + self._at, self._lengths)
+    def _take(self, starts: Addresses, scratch: Scratch) -> npt.NDArray[np.uint8]:
+        # An array: equal memoryviews are compared byte by byte, in half a millisecond.
+        return np.frombuffer(scratch.take(starts + self._at, self._lengths), np.uint8)

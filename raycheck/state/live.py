@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ _CPU = torch.device("cpu")
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_contiguous = torch.Tensor.is_contiguous
+_AT_ONCE = 100
+_GIVE_WAY_S = 50e-6
+"""Long enough for a thread that waits for the lock to wake up and take it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,13 +144,22 @@ class Acquaintance:
         )
 
     def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether tensors that were recognised are of the kinds that were known."""
-        kinds = _kinds(tensors)
-        return (
-            kinds == self.kinds
-            and bool(np.array_equal(_are_flat(tensors, kinds), self.are_flat))
-            and bool(np.array_equal(_are_tracked(tensors), self.are_tracked))
-        )
+        """Return whether tensors that were recognised are of the kinds that were known.
+
+        For a thread beside the training: it lets go of the interpreter lock again and again, for which
+        a training thread would wait as long as the whole takes, or five milliseconds.
+        """
+        for begin in range(0, len(tensors), _AT_ONCE):
+            some = slice(begin, begin + _AT_ONCE)
+            kinds = _kinds(tensors[some])
+            if not (
+                kinds == self.kinds[some]
+                and np.array_equal(_are_flat(tensors[some], kinds), self.are_flat[some])
+                and np.array_equal(_are_tracked(tensors[some]), self.are_tracked[some])
+            ):
+                return False
+            time.sleep(_GIVE_WAY_S)
+        return True
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
