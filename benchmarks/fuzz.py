@@ -13,6 +13,7 @@ space beyond what it has at its first input.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -42,7 +45,9 @@ def main() -> int:
         "--inputs", type=lambda text: int(text.replace("_", "")), default=100_000, help="for each parser"
     )
     parser.add_argument("--parser", nargs="+", choices=sorted(targets.TARGETS), default=list(targets.TARGETS))
-    parser.add_argument("--seconds", type=float, default=3600.0, help="most for each parser")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="of processor time, most for each process of a parser"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", default="0")
     parser.add_argument(
@@ -76,7 +81,6 @@ def main() -> int:
 
 def run(name: str, options: argparse.Namespace) -> Outcome:
     """Run one parser in parallel processes until its inputs or its time are used up."""
-    started_s = time.monotonic()
     total = Outcome(name)
     num_processes = max(1, min(options.processes, options.inputs))
     with tempfile.TemporaryDirectory(prefix="raycheck-fuzz-") as folder:
@@ -92,7 +96,6 @@ def run(name: str, options: argparse.Namespace) -> Outcome:
                 each.look()
         for each in children:
             total.add(each.outcome)
-    total.seconds = time.monotonic() - started_s
     return total
 
 
@@ -105,20 +108,19 @@ class Child:
         self.outcome = Outcome(name)
         self.is_running = True
         self._seed, self._num_inputs, self._place, self._options = seed, num_inputs, place, options
-        self._ends_s = time.monotonic() + options.seconds
         self._num_deaths = 0
         self._start()
 
     def _start(self) -> None:
         self._pad_path = self._place.with_suffix(f".{self._num_deaths}")
         self._pad = engine.Pad(self._pad_path, max_bytes=MAX_INPUT_BYTES)
-        self._seen, self._seen_s = -1, time.monotonic()
+        self._seen, self._seen_s, self._used_s = -1, time.monotonic(), 0.0
         self._process = subprocess.Popen(
             [
                 *(sys.executable, __file__, "--child", self.outcome.parser),
                 *("--seed", f"{self._seed}.{self._num_deaths}"),
                 *("--inputs", str(self._num_inputs - self.outcome.inputs)),
-                *("--seconds", str(max(1.0, self._ends_s - time.monotonic()))),
+                *("--seconds", str(self._options.seconds - self.outcome.seconds)),
                 *("--faults", str(self._options.faults), "--log", str(self._pad_path)),
             ],
             stdin=subprocess.DEVNULL,
@@ -132,6 +134,9 @@ class Child:
         if not self.is_running:
             return
         data, inputs, accepted, refused = self._pad.read()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(self._process.pid).cpu_times()
+            self._used_s = times.user + times.system
         if self._process.poll() is None:
             if inputs != self._seen:
                 self._seen, self._seen_s = inputs, time.monotonic()
@@ -143,7 +148,9 @@ class Child:
             self.outcome.add(engine.from_json(output.splitlines()[-1]))
             self.is_running = False
             return
-        died = Outcome(self.outcome.parser, inputs=inputs + 1, accepted=accepted, refused=refused)
+        died = Outcome(
+            self.outcome.parser, inputs=inputs + 1, seconds=self._used_s, accepted=accepted, refused=refused
+        )
         number = -self._process.returncode
         kind = signal.Signals(number).name if number > 0 else f"exit{self._process.returncode}"
         if number in (signal.SIGPROF, signal.SIGKILL):
@@ -154,7 +161,7 @@ class Child:
         engine.save(self._options.faults, self.outcome.parser, kind, data, "")
         self.outcome.add(died)
         self._num_deaths += 1
-        is_over = self.outcome.inputs >= self._num_inputs or time.monotonic() > self._ends_s
+        is_over = self.outcome.inputs >= self._num_inputs or self.outcome.seconds >= self._options.seconds
         self.is_running = not is_over and self._num_deaths < _MAX_DEATHS
         if self.is_running:
             self._start()

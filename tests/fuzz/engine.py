@@ -39,6 +39,8 @@ class Outcome:
     parser: str
     inputs: int = 0
     seconds: float = 0.0
+    """Of processor time, inputs made and parsed."""
+
     accepted: int = 0
     refused: int = 0
     crashes: int = 0
@@ -93,19 +95,21 @@ def fuzz(
 ) -> Outcome:
     """Run a target on inputs that ``seed`` decides; faults are saved to ``folder`` and counted.
 
+    Ends after ``num_inputs`` or after ``seconds`` of this process's processor time.
+
     A batch that takes a minute of CPU time ends the process with SIGPROF, and
     address space beyond the headroom is a MemoryError, where ``pad`` is given.
     """
     target = targets.build(name)
     rng = random.Random(f"{name} {seed}")
     outcome = Outcome(name)
-    started_s = time.monotonic()
+    started_s = time.process_time()
     peak_before = _peak_bytes()
     if pad is not None:
         _limit_memory()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
     mutator, parse = target.mutator, target.parse
-    while outcome.inputs < num_inputs and time.monotonic() - started_s < seconds:
+    while outcome.inputs < num_inputs and time.process_time() - started_s < seconds:
         if pad is not None:
             signal.setitimer(signal.ITIMER_PROF, BATCH_LIMIT_S)
         for _ in range(min(BATCH, num_inputs - outcome.inputs)):
@@ -135,7 +139,7 @@ def fuzz(
         except Exception as error:  # noqa: BLE001
             outcome.crashes += 1
             _note(outcome, fault_of(error), data, folder, traceback.format_exc())
-        outcome.seconds = time.monotonic() - started_s
+        outcome.seconds = time.process_time() - started_s
         outcome.grown_bytes = _peak_bytes() - peak_before
         on_batch(outcome)
     signal.setitimer(signal.ITIMER_PROF, 0)
