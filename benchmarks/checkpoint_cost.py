@@ -49,6 +49,7 @@ SERVERS: set[int] = set()
 
 FORWARD_AND_BACKWARD_S = 0.25
 FREE_S = 0.4
+NO_SAVE_S = 1.0
 
 
 @dataclasses.dataclass
@@ -80,6 +81,18 @@ def main() -> None:
         )
         place = Place(folder) if given.store == "disk" else start_s3(stack, given.store, folder)
         Bench(model, optimizer, place, given.runs, given.only).run()
+
+
+class NoSave(Peer):
+    """Saves nothing: what the column of the slow-down says where there is none."""
+
+    name = "limit: no save"
+
+    def begin(self, number: int) -> None:
+        threading.Timer(NO_SAVE_S, self._end).start()
+
+    def _end(self) -> None:
+        self.durable_at_s = time.monotonic()
 
 
 class Bench:
@@ -118,16 +131,25 @@ class Bench:
             memory[peer.name] = peak.num_bytes - before_bytes
             peers.append(peer)
         costs: dict[str, list[Cost]] = {peer.name: [] for peer in peers}
+        no_save, undisturbed = NoSave(self._model, self._optimizer, self._place), []
         copies, writes = [], []
         with Limits(self._tensors, self._num_bytes, self._place.folder) as limits:
             for _ in range(self._runs):
                 copies.append(limits.copy_s())
                 writes.append(limits.write_s())
+                undisturbed.append(self._cost_of(no_save))
                 for peer in peers:
                     cost, is_exact = self._save(peer)
                     costs[peer.name].append(cost)
                     exact[peer.name] &= is_exact
-        self._print(first, costs, memory, exact, statistics.median(copies), statistics.median(writes))
+        self._print(first, costs, memory, exact)
+        ours = Row.of(costs["raycheck"])
+        copy_s, write_s = statistics.median(copies), statistics.median(writes)
+        print(
+            f"| limit: memory copy | {copy_s / ours.stall_s:.1f} | | | {copy_s * 1e3:.1f} | | | | | | |\n"
+            f"| limit: raw write | | | {write_s / ours.durable_s:.1f} | | | | {write_s:.2f} | | | |\n"
+            f"| {no_save.name} | | | | | | | | {slowed(undisturbed)} | | |"
+        )
         for peer in reversed(peers):
             peer.close()
 
@@ -140,9 +162,18 @@ class Bench:
     def _save(self, peer: Peer, peak: Peak | None = None) -> tuple[Cost, bool]:
         """Save once while training goes on; check what was saved against the state at the boundary."""
         self._number += 1
+        expected: list[str] = []
+        cost = self._cost_of(peer, peak, at_boundary=lambda: expected.append(fingerprint(self._tensors)))
+        is_exact = not self._place.keeps or [fingerprint(peer.load(self._number))] == expected
+        peer.delete(self._number)
+        return cost, is_exact
+
+    def _cost_of(
+        self, peer: Peer, peak: Peak | None = None, at_boundary: Callable[[], None] = lambda: None
+    ) -> Cost:
         free = Rate()
         self._compute_freely(free)
-        expected = fingerprint(self._tensors)
+        at_boundary()
         peer.durable_at_s = None
         if peak:
             peak.start()
@@ -172,9 +203,7 @@ class Bench:
         # Before and after: the machine itself changes its speed by more than what is looked for.
         self._compute_freely(free)
         slowdown = 1 - busy.per_s / free.per_s if busy.seconds > 0.1 else None
-        is_exact = not self._place.keeps or fingerprint(peer.load(self._number)) == expected
-        peer.delete(self._number)
-        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown), is_exact
+        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown)
 
     def _compute_freely(self, rate: Rate) -> None:
         end_s = time.monotonic() + FREE_S
@@ -192,7 +221,7 @@ class Bench:
                 rate.seconds += time.monotonic() - started_s
         return rate.per_s
 
-    def _print(self, first, costs, memory, exact, copy_s: float, write_s: float) -> None:
+    def _print(self, first, costs, memory, exact) -> None:
         gib = self._num_bytes / GIB
         print(
             f"{gib:.2f} GiB in {len(self._tensors)} tensors, median of {self._runs}, "
@@ -207,19 +236,14 @@ class Bench:
         for name, each in costs.items():
             row = Row.of(each)
             stalls = [cost.stall_s * 1e3 for cost in each]
-            slowed = "-" if row.slowdown is None else f"{row.slowdown:.0%}"
             print(
                 f"| {name} | {row.stall_s / ours.stall_s:.1f} | {row.cpu_s / ours.cpu_s:.1f} "
                 f"| {row.durable_s / ours.durable_s:.1f} "
                 f"| {row.stall_s * 1e3:.1f} ({min(stalls):.1f}-{max(stalls):.1f}) "
                 f"| {first[name].stall_s * 1e3:.0f} | {row.cpu_s / gib:.2f} | {row.durable_s:.2f} "
-                f"| {slowed} | {memory[name] / self._num_bytes:.2f} "
+                f"| {slowed(each)} | {memory[name] / self._num_bytes:.2f} "
                 f"| {('yes' if exact[name] else 'NO') if self._place.keeps else '(thrown away)'} |"
             )
-        print(
-            f"| limit: memory copy | {copy_s / ours.stall_s:.1f} | | | {copy_s * 1e3:.1f} | | | | | | |\n"
-            f"| limit: raw write | | | {write_s / ours.durable_s:.1f} | | | | {write_s:.2f} | | | |"
-        )
 
 
 @dataclasses.dataclass
@@ -229,17 +253,22 @@ class Row:
     stall_s: float
     durable_s: float
     cpu_s: float
-    slowdown: float | None
 
     @classmethod
     def of(cls, costs: list[Cost]) -> Row:
-        slowdowns = [cost.slowdown for cost in costs if cost.slowdown is not None]
         return cls(
             statistics.median(cost.stall_s for cost in costs),
             statistics.median(cost.durable_s for cost in costs),
             statistics.median(cost.cpu_s for cost in costs),
-            statistics.median(slowdowns) if slowdowns else None,
         )
+
+
+def slowed(costs: list[Cost]) -> str:
+    """Return by how much computing was slowed: the median, and the least and the most."""
+    percents = [cost.slowdown * 100 for cost in costs if cost.slowdown is not None]
+    if not percents:
+        return "-"
+    return f"{statistics.median(percents):.0f}% ({min(percents):.0f} to {max(percents):.0f})"
 
 
 class Rate:

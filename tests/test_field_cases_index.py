@@ -427,7 +427,7 @@ PARTLY_OPEN = {
     "M3": "the shutdown of an interpreter in the middle of an upload is the agent's death, tested as such",
     "M1": "a long evaluation or compilation takes no step, so that nothing is saved before it ends",
     "M2": "survivors do not write the share of a rank that vanishes; a real node's drain is tested on demand",
-    "O5": "the oldest Ray that is supported has not been tried",
+    "O5": "one Ray is supported and tried, the newest: 2.60",
 }
 """Of a proven case, what is left to other tests or to features that are not there."""
 
