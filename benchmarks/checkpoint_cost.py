@@ -1,14 +1,15 @@
 """What one checkpoint costs: ours against every other way, on the same state in the same run.
 
     python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5]
-                                         [--store disk|discard|seaweedfs] [--folder DIR]
+                                         [--store disk|discard|seaweedfs] [--folder DIR] [--core N]
 
 "discard" is an S3 server on loopback that throws bodies away, and so shows what
 the client can do; it cannot show that what was saved is right. "seaweedfs" is a
 real one, which takes most of the processor for itself.
 
-One process trains: it computes on one core, and updates its whole state with
-AdamW after each save has had its forward and backward. All peers take turns,
+One process trains: it computes on one core, all other threads run wherever the
+system puts them, and updates its whole state with AdamW after each save has had
+its forward and backward. All peers take turns,
 so that a disturbance of the machine hits all alike. Peers that are not
 installed are left out.
 """
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -69,6 +70,9 @@ def main() -> None:
     arguments.add_argument(
         "--only", nargs="+", metavar="NAME", help="ways to save whose names contain one of these"
     )
+    arguments.add_argument(
+        "--core", type=int, default=min(os.sched_getaffinity(0)), help="where the training thread computes"
+    )
     arguments.add_argument("--folder", help="on the disk to be measured", default=None)
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
@@ -80,7 +84,7 @@ def main() -> None:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="raycheck-benchmark-", dir=given.folder))
         )
         place = Place(folder) if given.store == "disk" else start_s3(stack, given.store, folder)
-        Bench(model, optimizer, place, given.runs, given.only).run()
+        Bench(model, optimizer, place, given.runs, given.only, given.core).run()
 
 
 class NoSave(Peer):
@@ -98,9 +102,9 @@ class NoSave(Peer):
 class Bench:
     """All peers on one state."""
 
-    def __init__(self, model, optimizer, place: Place, runs: int, only: list[str] | None) -> None:
+    def __init__(self, model, optimizer, place: Place, runs: int, only: list[str] | None, core: int) -> None:
         self._model, self._optimizer = model, optimizer
-        self._place, self._runs, self._only = place, runs, only
+        self._place, self._runs, self._only, self._core = place, runs, only, core
         self._tensors = tensors_of(model, optimizer)
         self._num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._number = 0
@@ -207,25 +211,26 @@ class Bench:
 
     def _compute_freely(self, rate: Rate) -> None:
         end_s = time.monotonic() + FREE_S
-        self._compute(lambda: time.monotonic() > end_s, None, rate)
+        self._compute(lambda: time.monotonic() > end_s, rate=rate)
 
     def _compute(self, is_over: Callable[[], bool], peer: Peer | None = None, rate: Rate | None = None):
-        """Multiply matrices until it is over; return the rate while the peer's save was under way."""
+        """Multiply matrices until it is over; count those made while the peer's save was under way."""
         rate = rate or Rate()
-        while not is_over():
-            started_s = time.monotonic()
-            for _ in range(4):
-                torch.mm(self._matrix, self._matrix)
-            if peer is None or peer.durable_at_s is None:
-                rate.num += 1
-                rate.seconds += time.monotonic() - started_s
-        return rate.per_s
+        with on_core(self._core):
+            while not is_over():
+                started_s = time.monotonic()
+                for _ in range(4):
+                    torch.mm(self._matrix, self._matrix)
+                if peer is None or peer.durable_at_s is None:
+                    rate.num += 1
+                    rate.seconds += time.monotonic() - started_s
 
     def _print(self, first, costs, memory, exact) -> None:
         gib = self._num_bytes / GIB
         print(
             f"{gib:.2f} GiB in {len(self._tensors)} tensors, median of {self._runs}, "
-            f"{os.cpu_count()} cores, torch {torch.__version__}, to {self._place.url or 'a local disk'}\n"
+            f"{os.cpu_count()} cores, torch {torch.__version__}, "
+            f"computing on core {self._core}, to {self._place.url or 'a local disk'}\n"
         )
         ours = Row.of(costs["raycheck"])
         print(
@@ -269,6 +274,17 @@ def slowed(costs: list[Cost]) -> str:
     if not percents:
         return "-"
     return f"{statistics.median(percents):.0f}% ({min(percents):.0f} to {max(percents):.0f})"
+
+
+@contextlib.contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Keep this thread on one core. Not while peers start theirs, which inherit it."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class Rate:
