@@ -9,9 +9,8 @@ real one, which takes most of the processor for itself.
 
 One process trains: it computes on one core, all other threads run wherever the
 system puts them, and updates its whole state with AdamW after each save has had
-its forward and backward. All peers take turns,
-so that a disturbance of the machine hits all alike. Peers that are not
-installed are left out.
+its forward and backward. All peers take turns, so that a disturbance of the
+machine hits all alike. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -98,6 +97,12 @@ class NoSave(Peer):
     def _end(self) -> None:
         self.durable_at_s = time.monotonic()
 
+    def load(self, number: int) -> dict[str, torch.Tensor]:
+        return {}
+
+    def delete(self, number: int) -> None:
+        pass
+
 
 class Bench:
     """All peers on one state."""
@@ -141,7 +146,7 @@ class Bench:
             for _ in range(self._runs):
                 copies.append(limits.copy_s())
                 writes.append(limits.write_s())
-                undisturbed.append(self._cost_of(no_save))
+                undisturbed.append(self._save(no_save)[0])
                 for peer in peers:
                     cost, is_exact = self._save(peer)
                     costs[peer.name].append(cost)
@@ -166,18 +171,9 @@ class Bench:
     def _save(self, peer: Peer, peak: Peak | None = None) -> tuple[Cost, bool]:
         """Save once while training goes on; check what was saved against the state at the boundary."""
         self._number += 1
-        expected: list[str] = []
-        cost = self._cost_of(peer, peak, at_boundary=lambda: expected.append(fingerprint(self._tensors)))
-        is_exact = not self._place.keeps or [fingerprint(peer.load(self._number))] == expected
-        peer.delete(self._number)
-        return cost, is_exact
-
-    def _cost_of(
-        self, peer: Peer, peak: Peak | None = None, at_boundary: Callable[[], None] = lambda: None
-    ) -> Cost:
         free = Rate()
         self._compute_freely(free)
-        at_boundary()
+        expected = fingerprint(self._tensors)
         peer.durable_at_s = None
         if peak:
             peak.start()
@@ -207,7 +203,9 @@ class Bench:
         # Before and after: the machine itself changes its speed by more than what is looked for.
         self._compute_freely(free)
         slowdown = 1 - busy.per_s / free.per_s if busy.seconds > 0.1 else None
-        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown)
+        is_exact = not self._place.keeps or fingerprint(peer.load(self._number)) == expected
+        peer.delete(self._number)
+        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown), is_exact
 
     def _compute_freely(self, rate: Rate) -> None:
         end_s = time.monotonic() + FREE_S
