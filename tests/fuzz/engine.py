@@ -31,6 +31,9 @@ HEADROOM_BYTES = 1 << 30
 
 _KEPT_PER_FAULT = 3
 
+_QUICK_S = 0.01
+"""CPU seconds above which an input becomes no seed: it would leave the others no time."""
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -117,17 +120,19 @@ def fuzz(
             if pad is not None:
                 pad.write(data, outcome)
             begun_s = time.thread_time()
+            is_accepted = False
             try:
-                if parse(data):
+                is_accepted = parse(data)
+                if is_accepted:
                     outcome.accepted += 1
-                    if rng.random() < 0.2:
-                        mutator.keep(data, rng)
                 else:
                     outcome.refused += 1
             except Exception as error:  # noqa: BLE001  whatever is not documented is what is looked for
                 outcome.crashes += 1
                 _note(outcome, fault_of(error), data, folder, traceback.format_exc())
             took_s = time.thread_time() - begun_s
+            if is_accepted and took_s < _QUICK_S and rng.random() < 0.2:
+                mutator.keep(data, rng)
             if took_s > outcome.slowest_s:
                 outcome.slowest_s = took_s
                 if took_s > SLOW_S:
