@@ -423,7 +423,7 @@ class Agent:
         with self._lock:
             if worker.is_let_go:
                 return
-            fd = os.dup(worker.fds[job.slot])
+            fd, mapping = os.dup(worker.fds[job.slot]), worker.mappings[job.slot]
         try:
             job.keys.append(f"{prefix}/{name}")
             sums = upload(
@@ -437,6 +437,7 @@ class Agent:
                 bytes_per_s=self._bucket,
                 cancelled=job.cancelled,
                 on_progress=job.add_progress,
+                mapping=mapping,
             )
             job.keys.append(f"{prefix}/{layout.sums_name(name)}")
             self._run_store.store.put(job.keys[-1], sums.encode())

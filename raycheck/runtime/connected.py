@@ -14,6 +14,7 @@ from typing import Any
 from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.page import PAGE_BYTES, ControlPage, Plan
 from raycheck.runtime import messages, wire
+from raycheck.store.upload import Mapping
 
 MAX_SLOTS = 2
 _NUM_ENDED_KNOWN = 8
@@ -50,6 +51,9 @@ class ConnectedWorker:
         self.connection = connection
         self.fds = [fd]
         """Of its segments; empty once it has been let go."""
+
+        self.mappings = [Mapping() for _ in range(MAX_SLOTS)]
+        """Of its segments, for stores that are written to from memory."""
 
         self.rank: int = hello["rank"]
         self.world_size: int = hello["world_size"]
@@ -105,7 +109,8 @@ class ConnectedWorker:
         self._page_map.close()
         for fd in self.fds:
             os.close(fd)
-        self.fds = []
+        # An upload that is under way has its own hold on both.
+        self.fds, self.mappings = [], []
 
     def newest_stored(self) -> tuple[int, CheckpointRef] | None:
         """Return the slot of what was stored last, and what it was; None: nothing was."""

@@ -25,7 +25,7 @@ _BLOCK_BYTES = 4096
 _DIRECT_FROM_BYTES = 1 << 20
 _WRITE_OUT_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
-_KEEP_SIZE = 1  # so that a part which is never written is missed in the file's size
+_KEEP_SIZE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = getattr(_libc, "fallocate", None)
@@ -63,10 +63,9 @@ class LocalBackend:
     takes_views = True
 
     def __init__(self, location: Location, *, pwrite: Callable[..., int] = os.pwrite) -> None:
-        # Large enough for a disk to be busy with one at a time: several writers of one file that
-        # grows wait for each other at its lock.
+        # Two, so that the disk has one to write while the next is summed; more wait for each other.
         self.limits = PartLimits(
-            min_part_bytes=1, max_parts=1 << 30, default_part_bytes=4 << 20, max_parallel=1
+            min_part_bytes=1, max_parts=1 << 30, default_part_bytes=8 << 20, max_parallel=2
         )
         self._root = location.root
         self._pwrite = pwrite
@@ -160,6 +159,9 @@ class LocalUpload:
     the page cache: filling that costs several times as much processor time as
     everything else here, and throws out what the user's data set has there. The
     rest is written as ever, and all of it where the file system knows no other way.
+
+    The file has its size from the start: several threads can write parts of it
+    at the same time where they do not make it grow.
     """
 
     def __init__(self, root: str, path: str, size_bytes: int, pwrite: Callable[..., int]) -> None:
@@ -175,35 +177,37 @@ class LocalUpload:
         self._direct = _open_direct(self._temporary) if size_bytes >= _DIRECT_FROM_BYTES else None
         self._lock = threading.Lock()
         self._is_open = True
+        self._is_direct_refused = False
         self._written_out_bytes = 0
+        self._part_bytes: dict[int, int] = {}
+        """By where each part begins: what is in the file for certain."""
+
         self._unsynced: dict[str, None] = {}
         try:
             reserve(self._descriptor, size_bytes)
+            os.ftruncate(self._descriptor, size_bytes)
         except OSError as error:
             explained = self._explained(error)
             self.abort()
             raise explained from error
 
     def write_part(self, number: int, offset: int, data: Bytes, crc32c: int) -> None:
-        """Write one part."""
+        """Write one part; several threads may, of different ones."""
         view = memoryview(data)
         try:
             done = self._write_directly(view, offset)
-            if done == len(view):
-                return
-            view, offset = view[done:], offset + done
-            while view:
-                count = self._pwrite(self._descriptor, view, offset)
-                view, offset = view[count:], offset + count
+            if done < len(view):
+                self._write_cached(view[done:], offset + done)
         except OSError as error:
             raise self._explained(error) from error
-        if offset - self._written_out_bytes >= _WRITE_OUT_BYTES:
-            first, self._written_out_bytes = self._written_out_bytes, offset
-            begin_write_out(self._descriptor, first, offset - first)
+        with self._lock:
+            self._part_bytes[offset] = len(view)
 
     def _write_directly(self, view: memoryview, offset: int) -> int:
         """Write what can go past the page cache; return how many bytes, from the first on, that were."""
-        if self._direct is None or offset % _BLOCK_BYTES or _address_of(view) % _BLOCK_BYTES:
+        if self._direct is None or self._is_direct_refused:
+            return 0
+        if offset % _BLOCK_BYTES or _address_of(view) % _BLOCK_BYTES:
             return 0
         end, done = len(view) - len(view) % _BLOCK_BYTES, 0
         try:
@@ -214,14 +218,27 @@ class LocalUpload:
             if error.errno != errno.EINVAL:
                 raise
             # This file system takes the flag, and no such write.
-            os.close(self._direct)
-            self._direct = None
+            self._is_direct_refused = True
         return done
+
+    def _write_cached(self, view: memoryview, offset: int) -> None:
+        while view:
+            count = self._pwrite(self._descriptor, view, offset)
+            view, offset = view[count:], offset + count
+        with self._lock:
+            first = self._written_out_bytes
+            is_due = offset - first >= _WRITE_OUT_BYTES
+            if is_due:
+                self._written_out_bytes = offset
+        if is_due:
+            begin_write_out(self._descriptor, first, offset - first)
 
     def complete(self) -> None:
         """Make the object visible and durable."""
         if self._is_open:
             try:
+                # What is missing shows in the size of the object.
+                os.ftruncate(self._descriptor, sum(self._part_bytes.values()))
                 os.fsync(self._descriptor)
             except OSError as error:
                 raise self._explained(error) from error

@@ -32,6 +32,36 @@ T = TypeVar("T")
 Send = Callable[[Part, Bytes, int], None]
 
 
+class Mapping:
+    """A file in this process's memory, for as long as anybody uploads from it time and again.
+
+    Made anew for each upload, its pages take a quarter of the time in which a disk
+    writes what they show. They count as this process's memory as well, though
+    there is no second copy.
+    """
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def view(self, descriptor: int, end: int) -> memoryview:
+        """Return the file's bytes up to ``end`` at least; the descriptor is always that of one file.
+
+        Raises:
+            StorageError: If the file ends before.
+        """
+        if len(self._view) < end:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < end:
+                # Reading beyond the end of a mapped file kills the process.
+                raise StorageError(
+                    f"the source of an upload ends at byte {size_bytes}, before {end}",
+                    operation="read source",
+                )
+            # What is mapped already goes with its last user.
+            self._view = memoryview(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
+        return self._view
+
+
 def upload(
     store: Store,
     key: str,
@@ -44,6 +74,7 @@ def upload(
     cancelled: threading.Event,
     bytes_per_s: float | TokenBucket | None = None,
     on_progress: Callable[[int], None] | None = None,
+    mapping: Mapping | None = None,
 ) -> ChunkSums:
     """Write ``size_bytes`` of a file as one object and return its checksums.
 
@@ -66,6 +97,7 @@ def upload(
         bytes_per_s: A limit for this upload, or a bucket that several share.
         on_progress: Called with the number of bytes of each part that was sent,
             from several threads; a stream that starts again counts again.
+        mapping: Of the source, for whoever uploads from it again.
 
     Raises:
         TransferCancelledError: If ``cancelled`` was set.
@@ -76,7 +108,17 @@ def upload(
     bucket = bytes_per_s if isinstance(bytes_per_s, TokenBucket | None) else TokenBucket(bytes_per_s)
     is_stream = not store.backend.parts_are_independent
     job = _Upload(
-        store, key, source, source_offset, size_bytes, chunk_bytes, cancelled, bucket, on_progress, is_stream
+        store,
+        key,
+        source,
+        source_offset,
+        size_bytes,
+        chunk_bytes,
+        cancelled,
+        bucket,
+        on_progress,
+        mapping or Mapping(),
+        is_stream,
     )
     if is_stream:
         # A stream cannot take a part again: the whole object is one attempt.
@@ -101,6 +143,7 @@ class _Upload:
         cancelled: threading.Event,
         bucket: TokenBucket | None,
         on_progress: Callable[[int], None] | None,
+        mapping: Mapping,
         is_stream: bool,
     ) -> None:
         self._store = store
@@ -111,6 +154,7 @@ class _Upload:
         self._chunk_bytes = chunk_bytes
         self._bucket = bucket
         self._on_progress = on_progress or (lambda num_bytes: None)
+        self._mapping = mapping
         self._is_stream = is_stream
         self.sleep = sleep_unless(cancelled, key)
         self._sums: dict[int, list[int]] = {}
@@ -184,20 +228,11 @@ class _Upload:
 
     def _send_views(self, parts: list[Part], num_threads: int, send: Send) -> None:
         """Send parts of the mapped source: no copy of ours, where the kernel makes one anyway."""
-        begin = self._source_offset // mmap.PAGESIZE * mmap.PAGESIZE
-        end = self._source_offset + self._size_bytes
-        if os.fstat(self._source).st_size < end:
-            # Reading beyond the end of a mapped file kills the process.
-            raise StorageError(
-                f"the source of an upload ends at byte {os.fstat(self._source).st_size}, before {end}",
-                operation="read source",
-            )
-        mapping = mmap.mmap(self._source, end - begin, prot=mmap.PROT_READ, offset=begin)
-        # The mapping goes with the last view of it.
-        source = memoryview(mapping)[self._source_offset - begin :]
+        source = self._mapping.view(self._source, self._source_offset + self._size_bytes)
 
         def work(part: Part, _: bytearray) -> None:
-            with source[part.offset : part.offset + part.length] as view:
+            begin = self._source_offset + part.offset
+            with source[begin : begin + part.length] as view:
                 self._sum_and_send(part, view, send)
 
         run_parallel(parts, work, num_threads=num_threads, buffer_bytes=0, check=lambda: self.sleep(0))
@@ -218,4 +253,4 @@ class _Upload:
             logger.warning("%s; the sweep for left-over uploads will remove it", error)
 
 
-__all__ = ["TokenBucket", "TransferCancelledError", "upload"]
+__all__ = ["Mapping", "TokenBucket", "TransferCancelledError", "upload"]

