@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from raycheck.state.spans import Addresses, Scratch
+from raycheck.state.spans import Addresses, Scratch, peek
 
 CANARY_BYTES = 64
 _NUM_PLACES = 17
@@ -38,7 +38,8 @@ class Canaries:
         # Where a line of the processor's cache begins, if the tensor does: half of what must be fetched.
         self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
-        self._before = self._take(sources, scratch).copy()
+        before = peek(sources + self._at, self._lengths)
+        self._before = self._take(sources, scratch).copy() if before is None else before
 
     def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
         """Return the indices of those whose canaries are not what they were at first.

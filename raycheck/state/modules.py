@@ -44,7 +44,6 @@ class _Node:
 
 _structure_of = operator.attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 _parameters_of = operator.attrgetter("_parameters")
-_items_of = operator.methodcaller("items")
 _values_of = operator.methodcaller("values")
 
 
@@ -92,12 +91,13 @@ class _Walked:
         return zip(self._buffer_names, values, strict=True)
 
     def _look_at_structure(self) -> tuple[Any, ...]:
-        modules, parameters, buffers, not_persistent = zip(*map(_structure_of, self._modules), strict=True)
+        held = list(zip(*map(_structure_of, self._modules), strict=True))
+        children = itertools.chain.from_iterable(map(_values_of, held[0]))
+        # Flat lists of keys, and how many are whose: a list for each submodule would take longer to make.
         return (
-            list(map(list, map(_items_of, modules))),
-            list(map(list, parameters)),
-            list(map(list, buffers)),
-            list(map(frozenset, not_persistent)),
+            list(children),
+            [list(itertools.chain.from_iterable(each)) for each in held],
+            [list(map(len, each)) for each in held],
         )
 
 
