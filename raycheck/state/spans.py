@@ -94,7 +94,7 @@ def peek(addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.uint8] | No
     num_bytes = int((addresses + lengths).max()) - first
     if first < mmap.PAGESIZE:
         return None
-    words = np.frombuffer((ctypes.c_char * num_bytes).from_address(first), np.uint32)
+    words = np.frombuffer(memoryview((ctypes.c_char * num_bytes).from_address(first)), np.uint32)
     counts = (lengths // np.uint64(_WORD_BYTES)).astype(np.int64)
     starts = ((addresses - np.uint64(first)) // np.uint64(_WORD_BYTES)).astype(np.int64)
     ends = np.cumsum(counts)
