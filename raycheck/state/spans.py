@@ -98,7 +98,8 @@ def peek(addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.uint8] | No
     counts = (lengths // np.uint64(_WORD_BYTES)).astype(np.int64)
     starts = ((addresses - np.uint64(first)) // np.uint64(_WORD_BYTES)).astype(np.int64)
     ends = np.cumsum(counts)
-    return words[np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])].view(np.uint8)
+    read: npt.NDArray[np.uint32] = words[np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])]
+    return read.view(np.uint8)
 
 
 class Scratch:
