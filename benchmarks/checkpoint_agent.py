@@ -22,7 +22,7 @@ from raycheck.runtime.agent import Agent
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
-NICENESS = 10
+NICENESS = 5  # as AutoCheckpoint has it
 
 
 def main() -> None:
