@@ -114,7 +114,7 @@ class Child:
     def _start(self) -> None:
         self._pad_path = self._place.with_suffix(f".{self._num_deaths}")
         self._pad = engine.Pad(self._pad_path, max_bytes=MAX_INPUT_BYTES)
-        self._seen, self._seen_s, self._used_s = -1, time.monotonic(), 0.0
+        self._seen, self._num_looks, self._used_s = -1, 0, 0.0
         self._process = subprocess.Popen(
             [
                 *(sys.executable, __file__, "--child", self.outcome.parser),
@@ -139,9 +139,11 @@ class Child:
             self._used_s = times.user + times.system
         if self._process.poll() is None:
             if inputs != self._seen:
-                self._seen, self._seen_s = inputs, time.monotonic()
-            elif time.monotonic() - self._seen_s > _STALLED_S:
+                self._seen, self._num_looks = inputs, 0
+            # Looks, no clock: who stops this tool for a while stops its processes too.
+            elif self._num_looks * _POLL_S > _STALLED_S:
                 self._process.kill()
+            self._num_looks += 1
             return
         output = self._process.stdout.read() if self._process.stdout else ""
         if self._process.returncode == 0:

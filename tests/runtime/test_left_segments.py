@@ -76,6 +76,14 @@ def test_a_restarted_worker_restores_from_memory(cluster, tmp_path, world_size):
         assert result["losses"] == expected[rank]["losses"][5:]
 
 
+def test_nothing_is_held_once_training_has_ended(cluster):
+    """Neither a descriptor nor the mapping that uploads are made from, which has one of its own."""
+    cluster_ = cluster()
+    cluster_.start(train, {"steps": 12, "width": WIDTH, "save_at": [5]}, world_size=2).results()
+    assert 5 in cluster_.committed_steps()
+    wait_until(lambda: not segments(cluster_), "the agent to let go of the workers' memory")
+
+
 def test_the_memory_itself_is_taken_over(cluster, tmp_path):
     """The new worker's segment is the old one: a node never holds two for a rank."""
     cluster_ = cluster()

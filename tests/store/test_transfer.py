@@ -13,7 +13,7 @@ from raycheck.store.objects import Store
 from raycheck.store.retry import RetryPolicy
 from raycheck.store.spans import Read
 from raycheck.store.transfer import TokenBucket, TransferCancelledError
-from raycheck.store.upload import upload
+from raycheck.store.upload import Mapping, upload
 from raycheck.testing import CutParts, FailNth, Fault, FaultyConnect, LoseReply
 
 FAST = RetryPolicy(budget_s=5.0, first_delay_s=0.001, max_delay_s=0.01)
@@ -55,6 +55,21 @@ def test_a_source_that_ends_early_is_an_error(local_place, make_source, never):
     with pytest.raises(StorageError, match="ends at byte 100"):
         send(Store(local_place.url), source, 200, never)
     assert local_place.keys() == []
+
+
+def test_a_source_is_mapped_once_and_again_when_it_has_grown(make_source):
+    """What was written to it meanwhile shows; nothing is mapped beyond its end."""
+    source, data = make_source(8192)
+    mapping = Mapping()
+    first = mapping.view(source, 100)
+    os.pwrite(source, b"new", 0)
+    assert mapping.view(source, 8192) is first
+    assert bytes(first) == b"new" + data[3:]
+    with pytest.raises(StorageError, match="ends at byte 8192, before 8193"):
+        mapping.view(source, 8193)
+    os.pwrite(source, b"more", 8192)
+    assert bytes(mapping.view(source, 8196)[8192:]) == b"more"
+    assert bytes(first[:3]) == b"new"
 
 
 def test_a_failing_progress_listener_leaves_nothing(local_place, make_source, never):
