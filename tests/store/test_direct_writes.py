@@ -21,8 +21,8 @@ SIZE = 3 * (4 << 20) + 5 * PAGE + 123
 class Disk:
     """Writes like ``os.pwrite``, and counts; can be told to refuse direct writes or to cut them short."""
 
-    def __init__(self, *, refuses=False, most_bytes=None):
-        self.refuses, self.most_bytes = refuses, most_bytes
+    def __init__(self, *, refuses=False, most_bytes=None, is_full_from=None):
+        self.refuses, self.most_bytes, self.is_full_from = refuses, most_bytes, is_full_from
         self.num_direct_bytes = self.num_cached_bytes = self.num_fired = 0
         self._lock = threading.Lock()
 
@@ -39,6 +39,9 @@ class Disk:
         if self.refuses:
             self.num_fired += 1
             raise OSError(errno.EINVAL, "no direct writes")
+        if self.is_full_from is not None and offset >= self.is_full_from:
+            self.num_fired += 1
+            raise OSError(errno.ENOSPC, "no space left")
         if self.most_bytes is not None and len(data) > self.most_bytes:
             self.num_fired += 1
             # The disk has taken it all and says it was less, as a signal makes it do.
@@ -106,6 +109,15 @@ def test_writes_that_are_cut_short_go_on(folder, make_source, never, most_bytes)
     assert disk.num_fired
 
 
+def test_a_disk_that_is_full_in_the_middle_is_a_soft_failure(folder, make_source, never):
+    """Where no space could be reserved: one writer fails, the other ends, and nothing is left."""
+    disk = Disk(is_full_from=8 << 20)
+    with pytest.raises(StorageError, match=f"no space left: it needs {SIZE} bytes"):
+        send(folder, make_source, never, disk)
+    assert disk.num_fired
+    assert [path for path in (folder / "run").rglob("*") if path.is_file()] == []
+
+
 LIMITED = """
 import os, resource, signal, sys, threading
 from raycheck.store.objects import Store
@@ -120,7 +132,7 @@ upload(Store(sys.argv[1]), "shard", source, source_offset=4096, size_bytes={size
 
 
 def test_a_disk_that_takes_no_more_is_a_soft_failure(folder):
-    """Refused by the kernel itself in the middle of a direct write: one clear error, and nothing is left."""
+    """Refused by the kernel itself before anything is written: one clear error, and nothing is left."""
     code = LIMITED.format(size=SIZE, limit=6 << 20)
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder / "run")], capture_output=True, text=True, timeout=120
