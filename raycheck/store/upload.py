@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import mmap
 import os
@@ -108,17 +109,17 @@ def upload(
     bucket = bytes_per_s if isinstance(bytes_per_s, TokenBucket | None) else TokenBucket(bytes_per_s)
     is_stream = not store.backend.parts_are_independent
     job = _Upload(
-        store,
-        key,
-        source,
-        source_offset,
-        size_bytes,
-        chunk_bytes,
-        cancelled,
-        bucket,
-        on_progress,
-        mapping or Mapping(),
-        is_stream,
+        store=store,
+        key=key,
+        source=source,
+        source_offset=source_offset,
+        size_bytes=size_bytes,
+        chunk_bytes=chunk_bytes,
+        cancelled=cancelled,
+        bucket=bucket,
+        on_progress=on_progress or (lambda num_bytes: None),
+        mapping=mapping or Mapping(),
+        is_stream=is_stream,
     )
     if is_stream:
         # A stream cannot take a part again: the whole object is one attempt.
@@ -129,73 +130,67 @@ def upload(
     return sums
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Upload:
     """One object on its way."""
 
-    def __init__(
-        self,
-        store: Store,
-        key: str,
-        source: int,
-        source_offset: int,
-        size_bytes: int,
-        chunk_bytes: int,
-        cancelled: threading.Event,
-        bucket: TokenBucket | None,
-        on_progress: Callable[[int], None] | None,
-        mapping: Mapping,
-        is_stream: bool,
-    ) -> None:
-        self._store = store
-        self._key = key
-        self._source = source
-        self._source_offset = source_offset
-        self._size_bytes = size_bytes
-        self._chunk_bytes = chunk_bytes
-        self._bucket = bucket
-        self._on_progress = on_progress or (lambda num_bytes: None)
-        self._mapping = mapping
-        self._is_stream = is_stream
-        self.sleep = sleep_unless(cancelled, key)
-        self._sums: dict[int, list[int]] = {}
+    store: Store
+    key: str
+    source: int
+    source_offset: int
+    size_bytes: int
+    chunk_bytes: int
+    cancelled: threading.Event
+    bucket: TokenBucket | None
+    on_progress: Callable[[int], None]
+    mapping: Mapping
+    is_stream: bool
+    """Whether the store takes the object in one go, and again from the start after a failure."""
+
+    sums: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """By the number of the part."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; end at once with an error when the upload is cancelled."""
+        sleep_unless(self.cancelled, self.key)(seconds)
 
     def run(self, parallel_parts: int) -> ChunkSums:
-        limits = self._store.backend.limits
-        parts = plan_parts(self._size_bytes, chunk_bytes=self._chunk_bytes, limits=limits)
+        limits = self.store.backend.limits
+        parts = plan_parts(self.size_bytes, chunk_bytes=self.chunk_bytes, limits=limits)
         if len(parts) == 1:
             self._send_all(parts, 1, self._put)
         else:
             self._send_parts(parts, min(parallel_parts, len(parts), limits.max_parallel))
-        sums = tuple(value for part in parts for value in self._sums[part.number])
-        return ChunkSums(self._chunk_bytes, self._size_bytes, sums)
+        sums = tuple(value for part in parts for value in self.sums[part.number])
+        return ChunkSums(self.chunk_bytes, self.size_bytes, sums)
 
     def check_size(self) -> None:
-        stored_bytes = self._store.run(
-            "look up", self._key, lambda backend: backend.size_bytes(self._key), sleep=self.sleep
+        stored_bytes = self.store.run(
+            "look up", self.key, lambda backend: backend.size_bytes(self.key), sleep=self.sleep
         )
-        if stored_bytes != self._size_bytes:
-            self._store.delete([self._key])
+        if stored_bytes != self.size_bytes:
+            self.store.delete([self.key])
             raise StorageError(
-                f"{self._store.url}/{self._key} was stored with {stored_bytes} bytes "
-                f"where {self._size_bytes} were sent; it has been deleted",
-                key=self._key,
+                f"{self.store.url}/{self.key} was stored with {stored_bytes} bytes "
+                f"where {self.size_bytes} were sent; it has been deleted",
+                key=self.key,
                 operation="write",
                 stored_bytes=stored_bytes,
-                size_bytes=self._size_bytes,
+                size_bytes=self.size_bytes,
             )
 
     def _call(self, operation: str, attempt: Callable[[Backend], T]) -> T:
         """Return ``attempt``'s result, with retries unless the whole stream will be retried."""
-        if self._is_stream:
-            return attempt(self._store.backend)
-        return self._store.run(operation, self._key, attempt, sleep=self.sleep)
+        if self.is_stream:
+            return attempt(self.store.backend)
+        return self.store.run(operation, self.key, attempt, sleep=self.sleep)
 
     def _put(self, part: Part, data: Bytes, crc32c: int) -> None:
-        self._call("write", lambda backend: backend.put(self._key, data, crc32c))
+        self._call("write", lambda backend: backend.put(self.key, data, crc32c))
 
     def _send_parts(self, parts: list[Part], num_threads: int) -> None:
         under_way: PartUpload = self._call(
-            "begin writing", lambda backend: backend.begin_upload(self._key, self._size_bytes)
+            "begin writing", lambda backend: backend.begin_upload(self.key, self.size_bytes)
         )
 
         def send(part: Part, data: Bytes, crc32c: int) -> None:
@@ -211,11 +206,11 @@ class _Upload:
     def _send_all(self, parts: list[Part], num_threads: int, send: Send) -> None:
         def work(part: Part, buffer: bytearray) -> None:
             view = memoryview(buffer)[: part.length]
-            pread_fully(self._source, view, self._source_offset + part.offset)
+            pread_fully(self.source, view, self.source_offset + part.offset)
             # HTTP clients want a whole bytearray; only the last part is copied for that.
             self._sum_and_send(part, buffer if part.length == len(buffer) else bytes(view), send)
 
-        if self._store.backend.takes_views:
+        if self.store.backend.takes_views:
             self._send_views(parts, num_threads, send)
             return
         run_parallel(
@@ -228,27 +223,27 @@ class _Upload:
 
     def _send_views(self, parts: list[Part], num_threads: int, send: Send) -> None:
         """Send parts of the mapped source: no copy of ours, where the kernel makes one anyway."""
-        source = self._mapping.view(self._source, self._source_offset + self._size_bytes)
+        source = self.mapping.view(self.source, self.source_offset + self.size_bytes)
 
         def work(part: Part, _: bytearray) -> None:
-            begin = self._source_offset + part.offset
+            begin = self.source_offset + part.offset
             with source[begin : begin + part.length] as view:
                 self._sum_and_send(part, view, send)
 
         run_parallel(parts, work, num_threads=num_threads, buffer_bytes=0, check=lambda: self.sleep(0))
 
     def _sum_and_send(self, part: Part, data: Bytes, send: Send) -> None:
-        sums = sum_chunks(data, self._chunk_bytes)
-        crc32c = join_sums(sums, chunk_bytes=self._chunk_bytes, size_bytes=part.length)
-        if self._bucket:
-            self._bucket.acquire(part.length, self.sleep)
+        sums = sum_chunks(data, self.chunk_bytes)
+        crc32c = join_sums(sums, chunk_bytes=self.chunk_bytes, size_bytes=part.length)
+        if self.bucket:
+            self.bucket.acquire(part.length, self.sleep)
         send(part, data, crc32c)
-        self._sums[part.number] = sums
-        self._on_progress(part.length)
+        self.sums[part.number] = sums
+        self.on_progress(part.length)
 
     def _abort(self, under_way: PartUpload) -> None:
         try:
-            self._store.run("abort writing", self._key, lambda _: under_way.abort(), retry=_ABORT_RETRY)
+            self.store.run("abort writing", self.key, lambda _: under_way.abort(), retry=_ABORT_RETRY)
         except RaycheckError as error:
             logger.warning("%s; the sweep for left-over uploads will remove it", error)
 
