@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+from raycheck.config import Settings
 from raycheck.core import protocol
 from raycheck.core.page import Plan
 from raycheck.runtime import messages
@@ -22,7 +23,7 @@ from raycheck.runtime.agent import Agent
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 
-NICENESS = 5  # as AutoCheckpoint has it
+NICENESS = Settings().agent_niceness
 
 
 def main() -> None:

@@ -123,6 +123,8 @@ class Child:
                 *("--seconds", str(self._options.seconds - self.outcome.seconds)),
                 *("--faults", str(self._options.faults), "--log", str(self._pad_path)),
             ],
+            # It ends without cleaning up, or is ended: its files go with the driver's.
+            env={**os.environ, "TMPDIR": str(self._place.parent)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

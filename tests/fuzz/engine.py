@@ -98,6 +98,8 @@ def fuzz(
 ) -> Outcome:
     """Run a target on inputs that ``seed`` decides; faults are saved to ``folder`` and counted.
 
+    What was accepted quickly becomes a seed, so that runs of one ``seed`` may differ after a slow input.
+
     Ends after ``num_inputs`` or after ``seconds`` of this process's processor time.
 
     A batch that takes a minute of CPU time ends the process with SIGPROF, and

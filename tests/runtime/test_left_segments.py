@@ -76,14 +76,6 @@ def test_a_restarted_worker_restores_from_memory(cluster, tmp_path, world_size):
         assert result["losses"] == expected[rank]["losses"][5:]
 
 
-def test_nothing_is_held_once_training_has_ended(cluster):
-    """Neither a descriptor nor the mapping that uploads are made from, which has one of its own."""
-    cluster_ = cluster()
-    cluster_.start(train, {"steps": 12, "width": WIDTH, "save_at": [5]}, world_size=2).results()
-    assert 5 in cluster_.committed_steps()
-    wait_until(lambda: not segments(cluster_), "the agent to let go of the workers' memory")
-
-
 def test_the_memory_itself_is_taken_over(cluster, tmp_path):
     """The new worker's segment is the old one: a node never holds two for a rank."""
     cluster_ = cluster()
@@ -143,8 +135,10 @@ def test_another_world_size_takes_memory_and_reads_storage(cluster, tmp_path):
     assert (result["restored"], result["source"]) == (5, "storage")
 
 
-def test_a_run_that_has_ended_leaves_no_memory(cluster, tmp_path):
-    """Nobody comes after workers that have closed."""
+def test_a_run_that_has_ended_leaves_no_memory(cluster):
+    """Nobody comes after workers that have closed: no descriptor is held, nor the mapping of what was stored."""
     cluster_ = cluster()
-    cluster_.start(train, {"steps": 12, "width": WIDTH}, world_size=2).results()
+    cluster_.start(train, {"steps": 12, "width": WIDTH, "save_at": [5]}, world_size=2).results()
+    assert 5 in cluster_.committed_steps()
     wait_until(lambda: not segments(cluster_), "the agent to let go")
+    assert segments(cluster_) == {}
