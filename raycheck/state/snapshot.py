@@ -488,7 +488,11 @@ class Snapshotter:
 
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:
+                # What a snapshot needs is tried again for it. Without this thread it would wait for ever.
+                logger.exception("rank %d: the copy thread goes on after an error", self._rank)
             # It holds tensors, and the next one may be long in coming.
             del job
 

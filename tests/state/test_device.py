@@ -5,6 +5,8 @@ was launched, as a GPU does: copies that were launched before an update copy
 what was there before it, however late they run.
 """
 
+import threading
+
 import pytest
 import torch
 
@@ -175,6 +177,28 @@ def test_the_arena_is_pinned_once_and_unpinned_before_it_goes(device):
     assert device.pinned == [(rank.segment.address, rank.segment.arena_bytes)], "not the arena before"
     rank.close()
     assert device.pinned == []
+
+
+def test_an_error_while_memory_is_made_ahead_costs_no_snapshot(device, monkeypatch, caplog):
+    """The copy thread goes on: were it gone, the next update would wait for ever."""
+    model, optimizer = make()
+    rank = Rank(copier=device, model=model, optimizer=optimizer)
+    failed, pin = threading.Event(), device.pin
+
+    def fail_once(address, num_bytes):
+        monkeypatch.setattr(device, "pin", pin)
+        failed.set()
+        raise RuntimeError("driver shutting down")
+
+    monkeypatch.setattr(device, "pin", fail_once)
+    update(model, optimizer)
+    update(model, optimizer)
+    assert failed.wait(60), "made at the second step"
+    expected = rank.live()
+    rank.save()
+    assert rank.holds(expected)
+    assert "driver shutting down" in caplog.text
+    rank.close()
 
 
 def test_ranks_are_compared_by_fingerprints(device):
