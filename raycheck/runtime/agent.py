@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ logger = logging.getLogger("raycheck")
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
 _UPLOADS_EVERY_S = 1.0
+_ACCEPT_AGAIN_S = 1.0
 _KEEP_LEFT_S = 600.0
 """How long the memory of a worker that is gone waits for its successor."""
 
@@ -88,6 +90,10 @@ class Agent:
         self._left = LeftSegments(keep_s=_KEEP_LEFT_S)
         self._handed_out: dict[int, Left] = {}
         """Segments given to workers that have not said hello yet, by rank; their descriptors are not ours any more."""
+
+        self._uploads_told_s = 0.0
+        self._step_told = -1, 0.0
+        """The newest step that the coordinator was told of, and when (monotonic seconds)."""
 
         self._outbox: queue.Queue[tuple[GenerationId, messages.Message]] = queue.Queue()
         self._closed = threading.Event()
@@ -206,15 +212,23 @@ class Agent:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            connection = wire.Connection(sock)
+                self._admit(self._listener.accept()[0])
+            except (OSError, RuntimeError) as error:
+                # As without a descriptor or a thread to spare. A worker knocks until it is let in.
+                if not self._closed.wait(_ACCEPT_AGAIN_S):
+                    logger.warning("node %s: a worker could not be let in, yet: %s", self._node, error)
+
+    def _admit(self, sock: socket.socket) -> None:
+        connection = wire.Connection(sock)
+        try:
             # The abstract namespace has no permissions of its own.
-            if connection.peer_uid() != os.getuid():
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            if connection.peer_uid() == os.getuid():
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                return
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
 
     def _serve(self, connection: wire.Connection) -> None:
         worker = None
@@ -444,8 +458,11 @@ class Agent:
         except TransferCancelledError:
             self._delete(job)
             return
-        except (StorageError, OSError) as error:
-            self._tell(worker, protocol.Failed(worker.rank, job.plan.id, str(error)))
+        except Exception as error:
+            # Whatever it was: an attempt of which nobody hears again would hold up the next one for ever.
+            if not isinstance(error, StorageError):
+                logger.exception("node %s: rank %d was not stored", self._node, worker.rank)
+            self._tell(worker, protocol.Failed(worker.rank, job.plan.id, str(error) or repr(error)))
             return
         finally:
             os.close(fd)
@@ -486,22 +503,29 @@ class Agent:
 
     def _pulse(self) -> None:
         """Pass on the workers' progress: often while they step, rarely while they do not."""
-        last_step, last_told_s, uploads_told_s = -1, 0.0, 0.0
         while not self._closed.wait(_PULSE_S):
-            if time.monotonic() - uploads_told_s >= _UPLOADS_EVERY_S:
-                uploads_told_s = time.monotonic()
-                self._tell_uploads()
-            self._left.drop(now_s=time.monotonic())
-            with self._lock:
-                connected = [worker for worker in self._workers.values() if worker.is_connected]
-                # Also of those that restore: else nothing would tell a coordinator that has restarted of them.
-                workers = [worker for worker in connected if worker.has_joined] or connected
-                step = max((worker.page.step for worker in workers), default=-1)
-                now_s = time.monotonic()
-                if not workers or (step == last_step and now_s - last_told_s < _IDLE_PULSE_S):
-                    continue
-                last_step, last_told_s = step, now_s
-                self._tell_steps(min(workers, key=lambda worker: worker.rank), step)
+            try:
+                self._beat(time.monotonic())
+            except Exception:
+                logger.exception(
+                    "node %s: the workers' progress was not told, and is tried again", self._node
+                )
+
+    def _beat(self, now_s: float) -> None:
+        if now_s - self._uploads_told_s >= _UPLOADS_EVERY_S:
+            self._uploads_told_s = now_s
+            self._tell_uploads()
+        self._left.drop(now_s=now_s)
+        with self._lock:
+            connected = [worker for worker in self._workers.values() if worker.is_connected]
+            # Also of those that restore: else nothing would tell a coordinator that has restarted of them.
+            workers = [worker for worker in connected if worker.has_joined] or connected
+            step = max((worker.page.step for worker in workers), default=-1)
+            last_step, last_told_s = self._step_told
+            if not workers or (step == last_step and now_s - last_told_s < _IDLE_PULSE_S):
+                return
+            self._step_told = step, now_s
+            self._tell_steps(min(workers, key=lambda worker: worker.rank), step)
 
     def _tell_steps(self, worker: ConnectedWorker, step: int) -> None:
         records = worker.page.records_since(worker.num_records_seen)

@@ -7,6 +7,7 @@ node.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from raycheck.store.download import download, find_missing
 from raycheck.store.run import RunStore
 from raycheck.store.spans import Read as SourceRead
 from raycheck.store.transfer import TransferCancelledError
+
+logger = logging.getLogger("raycheck")
 
 
 class Fetching:
@@ -80,7 +83,10 @@ class Fetching:
         except CorruptCheckpointError as error:
             self.report(worker, messages.RestoreReported(worker.rank, ref, str(error)))
             return
-        except StorageError as error:
+        except Exception as error:
+            # Whatever it was: a worker that hears nothing would wait for ever.
+            if not isinstance(error, StorageError):
+                logger.exception("rank %d: no offer could be made", worker.rank)
             self._refuse(worker, ref, error)
             return
         with self._lock:
@@ -96,7 +102,7 @@ class Fetching:
                 self._tell(worker, report)
                 self.proceed_if_verified(worker)
 
-    def _refuse(self, worker: ConnectedWorker, ref: CheckpointRef | None, error: StorageError) -> None:
+    def _refuse(self, worker: ConnectedWorker, ref: CheckpointRef | None, error: Exception) -> None:
         """End a worker that cannot read its checkpoint, which may be whole all the same.
 
         An older one in its place would leave the newer one behind for good.

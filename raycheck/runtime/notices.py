@@ -60,14 +60,12 @@ class NoticeWatcher:
         has_warned = False
         while not self._closed.wait(source.every_s):
             try:
-                notices = source.ask()
-            except (OSError, ValueError) as error:
-                if not has_warned:
-                    logger.info("%s does not answer, and is asked again: %s", type(source).__name__, error)
-                has_warned = True
-            else:
-                for notice in notices:
+                for notice in source.ask():
                     self._tell(notice)
+            except Exception as error:  # noqa: BLE001  a source that fails once may be the one that matters later
+                if not has_warned:
+                    logger.info("%s does not answer, and is asked again: %r", type(source).__name__, error)
+                has_warned = True
 
 
 class Ec2Source:

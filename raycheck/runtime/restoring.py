@@ -78,7 +78,10 @@ class RestoreRunner:
         if generation.commits is None:
             try:
                 self._writer.record(generation, ref)
-            except StorageError as error:
+            except Exception as error:
+                # Whatever it was: ranks that hear nothing would wait for ever.
+                if not isinstance(error, StorageError):
+                    logger.exception("the record of %s was not written", generation.id)
                 self._tell_all(
                     messages.RefuseRestore(f"the generation's record cannot be written: {error}", False)
                 )

@@ -47,10 +47,12 @@ def install_sigterm(grace_s: float, *, tell: Callable[[str, float, str], bool]) 
 
 
 def _go_on(grace_s: float, tell: Callable[[str, float, str], bool]) -> None:
-    if tell("SIGTERM", grace_s, f"process {os.getpid()} was told to end"):
-        logger.warning("SIGTERM: this worker ends in %.0f s; saving", grace_s)
-        time.sleep(grace_s)
-    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        if tell("SIGTERM", grace_s, f"process {os.getpid()} was told to end"):
+            logger.warning("SIGTERM: this worker ends in %.0f s; saving", grace_s)
+            time.sleep(grace_s)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(previous: Any, number: int, frame: FrameType | None) -> None:

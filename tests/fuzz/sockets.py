@@ -40,6 +40,9 @@ MESSAGES: list[dict[str, Any]] = [
         "replica_digest": "0a",
         "metrics": {"loss": 1.5},
     },
+    {"op": "arena"},
+    {"op": "copied", "plan": [4, 44], "num_bytes": 64, "slot": 0},
+    {"op": "notice", "source": "SIGTERM", "seconds_left": 30.0, "detail": "told to end"},
     {"op": "read", "ref": [1200, 3, "0a1b2c3d", 12], "reads": [[0, 4096, 64, 0]]},
     {"op": "closed", "step": 50},
 ]

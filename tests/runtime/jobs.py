@@ -140,7 +140,10 @@ def sleep_with_sigterm(config: dict[str, Any]) -> None:
     """Set the handler of SIGTERM without attaching anything, and wait."""
     from raycheck.runtime import signals, worker
 
-    signals.install_sigterm(60.0, tell=worker.tell_notice)
+    def fail(source: str, seconds_left: float, detail: str) -> bool:
+        raise RuntimeError("nobody there")
+
+    signals.install_sigterm(60.0, tell=fail if config["raises"] else worker.tell_notice)
     Path(config["folder"], "ready").touch()
     wait_for(str(Path(config["folder"], "never")))
 

@@ -4,6 +4,7 @@ import datetime
 import http.server
 import json
 import os
+import queue
 import signal
 import threading
 import time
@@ -151,6 +152,20 @@ def test_spot_and_rebalance_notices_of_ec2(metadata):
         source.ask()
 
 
+def test_a_source_that_answers_nonsense_is_asked_again(metadata):
+    """A notice without a time, then a real one: what was heard wrong once may be what matters later."""
+    endpoint, service = metadata
+    heard = queue.SimpleQueue()
+    service.paths[SPOT] = {"action": "terminate"}
+    watcher = NoticeWatcher([Ec2Source(endpoint, every_s=0.01)], heard.put)
+    try:
+        wait_until(lambda: service.seen.count(SPOT) >= 2, "the second time")
+        service.paths[SPOT] = {"action": "terminate", "time": "2031-05-01T12:02:00Z"}
+        assert heard.get(timeout=60).source == "spot"
+    finally:
+        watcher.close()
+
+
 def test_only_ec2_is_asked(tmp_path):
     """Elsewhere that address may be anyone's."""
     vendor = tmp_path / "sys_vendor"
@@ -267,9 +282,10 @@ def test_sigterm_saves_and_ends_the_worker_later(cluster, tmp_path):
     assert failures(cluster) == {"preempted": 1}
 
 
-def test_without_a_checkpointer_sigterm_ends_at_once(cluster, tmp_path):
-    """Nobody to tell: nothing to wait for."""
-    generation = cluster.start(jobs.sleep_with_sigterm, {"folder": str(tmp_path)})
+@pytest.mark.parametrize("raises", [False, True])
+def test_without_a_checkpointer_sigterm_ends_at_once(cluster, tmp_path, raises):
+    """Nobody to tell, or an error in telling: nothing to wait for."""
+    generation = cluster.start(jobs.sleep_with_sigterm, {"folder": str(tmp_path), "raises": raises})
     wait_until(lambda: (tmp_path / "ready").exists(), "the handler")
     os.kill(generation.workers[0].pid, signal.SIGTERM)
     generation.workers[0].join(30)
