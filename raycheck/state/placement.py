@@ -16,12 +16,16 @@ from raycheck.state.spans import SMALL_BYTES, Addresses, as_addresses
 
 Indices = npt.NDArray[np.intp]
 
+AT_ONCE_BYTES = 4 << 10
+"""Up to this, to copy a tensor costs the training thread less than to guard it: versions and canaries, twice."""
+
 
 class Placement:
     """One layout: made when a name, shape or dtype changes, used by every snapshot until then.
 
     Small chunks of one item size lie side by side, so that the step counters of
-    an optimizer, hundreds of them, are gathered in one call.
+    an optimizer, hundreds of them, are gathered in one call. The smallest are
+    always copied at once, and lie together for that.
 
     Args:
         live: The tensors.
@@ -56,7 +60,7 @@ class Placement:
         shares = [piece.share(spec) for piece, spec in zip(live.pieces, held, strict=True)]
         chunks += [share for share in shares if share is not None]
         chunks += [dataclasses.replace(_whole(spec), owner=rank) for spec in own]
-        chunks.sort(key=lambda chunk: chunk.num_bytes < SMALL_BYTES)
+        chunks.sort(key=lambda chunk: (chunk.num_bytes < SMALL_BYTES, chunk.num_bytes <= AT_ONCE_BYTES))
         size = (self.values_bytes,)
         self.image: ShardImage = shard_image(
             [*chunks, Chunk(VALUES, "uint8", 1, size, (0,), size, rank)], rank=rank
@@ -102,7 +106,7 @@ class Placement:
         if self._ways is None or self._ways[0] != key:
             device = on_device[self.tensor_index]
             flat = are_flat[self.tensor_index] & ~device
-            deferred = may_wait[self.tensor_index] & (flat | device)
+            deferred = may_wait[self.tensor_index] & (flat & (self.num_bytes > AT_ONCE_BYTES) | device)
             self._ways = key, self._way(~deferred, flat, device), self._way(deferred, flat, device)
         return self._ways[1], self._ways[2]
 

@@ -2,7 +2,7 @@
 
 What only a registered optimizer changes is copied by a thread while the next
 forward and backward run; the optimizer's pre-step hook waits for it.
-Everything else is copied before `begin` returns. The verdict on a snapshot is
+Everything else, and what is small, is copied before `begin` returns. The verdict on a snapshot is
 given by the training thread alone, at the first hook or step after the copy
 has ended: no version has moved and no canary has changed. The hook is the
 guard; these checks are the second line, for updates that bypass it. A change

@@ -10,7 +10,9 @@ import threading
 import pytest
 import torch
 
+from raycheck.state import placement
 from raycheck.state.snapshot import Discarded, Snapshot
+from tests.state.conftest import REAL_AT_ONCE_BYTES
 from tests.state.rank import Gate, Rank, make_model, train
 
 
@@ -96,6 +98,34 @@ def test_a_change_outside_of_the_optimizer_never_reaches_a_checkpoint(change, wh
     boundary = rank.live()
     rank.save()
     assert rank.holds(boundary), "the next one holds what was changed"
+    rank.close()
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.add_(1), lambda p: p.detach().numpy().__iadd__(1)])
+def test_what_is_small_is_copied_at_once_and_needs_no_guard(write, monkeypatch):
+    """Up to 4 KiB, whatever changes it later; a little more, and it waits and is guarded."""
+    monkeypatch.setattr(placement, "AT_ONCE_BYTES", REAL_AT_ONCE_BYTES)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 33, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step(lambda: model(torch.ones(1, 32)).square().mean().backward())
+    assert model[0].weight.nbytes == REAL_AT_ONCE_BYTES < model[1].weight.nbytes
+    rank = Rank(model=model, optimizer=optimizer)
+    rank.save()
+    boundary, gate = rank.live(), Gate(rank)
+    rank.begin()
+    write(model[0].weight)
+    optimizer.state[model[0].weight]["exp_avg"].neg_()
+    optimizer.state[model[1].weight]["step"].add_(1)
+    gate.open()
+    assert isinstance(rank.snapshotter.settle(block=True), Snapshot)
+    assert rank.holds(boundary)
+    gate = Gate(rank)
+    rank.begin()
+    write(model[1].weight)
+    gate.open()
+    outcome = rank.snapshotter.settle(block=True)
+    assert isinstance(outcome, Discarded)
+    assert "model.1.weight changed" in outcome.reason
     rank.close()
 
 
