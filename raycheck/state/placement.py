@@ -12,7 +12,7 @@ import torch
 from raycheck.core.layout import VALUES, Chunk, ShardImage, shard_image
 from raycheck.core.plan import TensorSpec, deal
 from raycheck.state.live import Acquaintance, Live
-from raycheck.state.spans import SMALL_BYTES, Addresses, as_addresses
+from raycheck.state.spans import SMALL_BYTES, TINY_BYTES, Addresses, as_addresses
 
 Indices = npt.NDArray[np.intp]
 
@@ -60,7 +60,7 @@ class Placement:
         shares = [piece.share(spec) for piece, spec in zip(live.pieces, held, strict=True)]
         chunks += [share for share in shares if share is not None]
         chunks += [dataclasses.replace(_whole(spec), owner=rank) for spec in own]
-        chunks.sort(key=lambda chunk: (chunk.num_bytes < SMALL_BYTES, chunk.num_bytes <= AT_ONCE_BYTES))
+        chunks.sort(key=lambda chunk: -_size_class(chunk.num_bytes))
         size = (self.values_bytes,)
         self.image: ShardImage = shard_image(
             [*chunks, Chunk(VALUES, "uint8", 1, size, (0,), size, rank)], rank=rank
@@ -120,8 +120,10 @@ class Placement:
         has_bytes = self.num_bytes > 0
         gathered = np.flatnonzero(chosen & flat & small & has_bytes)
         gathered = gathered[np.argsort(self.begin[gathered])]
-        ends = self.begin[gathered] + self.num_bytes[gathered]
-        breaks = np.flatnonzero(ends[:-1] != self.begin[gathered][1:]) + 1
+        begin, num_bytes = self.begin[gathered], self.num_bytes[gathered]
+        are_apart = begin[:-1] + num_bytes[:-1] != begin[1:]
+        are_tiny = num_bytes <= TINY_BYTES
+        breaks = np.flatnonzero(are_apart | (are_tiny[:-1] != are_tiny[1:])) + 1
         return Way(
             large=np.flatnonzero(chosen & flat & ~small),
             runs=[run for run in np.split(gathered, breaks) if len(run)],
@@ -139,7 +141,7 @@ class Way:
     """One ``memcpy`` each."""
 
     runs: list[Indices]
-    """Small ones that are neighbours in the arena: one ``pwritev`` each."""
+    """Small ones that are neighbours in the arena, all of them tiny or none: one call of `gather` each."""
 
     other: Indices
     """Not contiguous, or in no memory that anyone knows how to copy: torch copies them."""
@@ -158,6 +160,11 @@ def _key_of(known: Acquaintance) -> tuple[Any, ...]:
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(name, dtype, tensor.element_size(), tuple(tensor.shape))
+
+
+def _size_class(num_bytes: int) -> int:
+    """Return which chunks belong together, the large ones last."""
+    return sum(num_bytes > limit for limit in (TINY_BYTES, AT_ONCE_BYTES, SMALL_BYTES - 1))
 
 
 def _whole(spec: TensorSpec) -> Chunk:

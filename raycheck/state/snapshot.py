@@ -37,7 +37,7 @@ from raycheck.state.placement import Placement, Way
 from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
-from raycheck.state.spans import Addresses, Scratch, copy_span, gather
+from raycheck.state.spans import TINY_BYTES, Addresses, Scratch, copy_span, gather, peek
 from raycheck.state.tree import StateTree
 
 logger = logging.getLogger("raycheck")
@@ -84,6 +84,9 @@ class _Pending:
 
     versions: list[int]
     memory: list[torch.UntypedStorage]
+    memory_at: list[int]
+    """Addresses of ``memory`` when the copy began: where one is another by now, what was there may be gone."""
+
     canaries: Canaries
     sample: Sample | None
     transfers: list[Transfer]
@@ -449,6 +452,7 @@ class Snapshotter:
             tensors=tensors,
             versions=versions_of(tensors),
             memory=list(map(torch.Tensor.untyped_storage, tensors)),
+            memory_at=[],
             canaries=Canaries(
                 sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id, self._scratch
             ),
@@ -513,10 +517,11 @@ class Snapshotter:
         assert placement is not None
         assert self._known is not None
         self._make_pages()
+        pending.memory_at = _addresses_of(pending.memory)
         self._copy(placement, pending.way, pending.sources)
         # Nobody else writes to the arena.
         copies = placement.begin[pending.way.flat] + np.uint64(self._segment.address)
-        pending.torn = pending.canaries.differing(copies, self._copy_scratch)
+        pending.torn = pending.canaries.differing(copies, self._copy_scratch, is_mapped=True)
         if pending.sample is not None:
             pending.replica_digest = digest_of(pending.sample, self._copy_scratch)
         if not self._known.holds_for(pending.live.tensors):
@@ -536,8 +541,12 @@ class Snapshotter:
         ):
             copy_span(arena + target, source, num_bytes)
         for run in way.runs:
-            offset = self._segment.arena_offset + int(placement.begin[run[0]])
-            gather(self._segment.fd, offset, sources[run], placement.num_bytes[run])
+            begin, num_bytes = int(placement.begin[run[0]]), placement.num_bytes[run]
+            tiny = peek(sources[run], num_bytes) if num_bytes[0] <= TINY_BYTES else None
+            if tiny is None:
+                gather(self._segment.fd, self._segment.arena_offset + begin, sources[run], num_bytes)
+            else:
+                self._segment.arena[begin : begin + len(tiny)] = tiny.data
 
     def _copy_other(self, placement: Placement, index: int, tensor: torch.Tensor) -> None:
         source, target = self._copy_of(placement, index, tensor)
@@ -588,7 +597,8 @@ class Snapshotter:
         return Discarded(pending.plan, f"{torn[0]} changed while it was copied")
 
     def _torn_names(self, pending: _Pending) -> list[str]:
-        torn = {*pending.canaries.changed(self._scratch)}
+        is_mapped = pending.memory_at == _addresses_of(pending.memory)
+        torn = {*pending.canaries.changed(self._scratch, is_mapped=is_mapped)}
         versions = versions_of(pending.tensors)
         if versions != pending.versions:
             moved = zip(versions, pending.versions, strict=True)
@@ -609,6 +619,10 @@ def _closure_in(
     # Torch's optimizers begin with it. Others may change parameters first, as sharpness-aware ones do.
     begins = type(optimizer).__module__.startswith("torch.optim.")
     return closure if begins and callable(closure) else None
+
+
+def _addresses_of(memory: list[torch.UntypedStorage]) -> list[int]:
+    return list(map(torch.UntypedStorage.data_ptr, memory))
 
 
 def _has_arrived(pending: _Pending) -> bool:

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,13 @@ Addresses = npt.NDArray[np.uint64]
 SMALL_BYTES = 64 << 10
 """Below this, the kernel's slower copy is cheaper than a call for each piece."""
 
+TINY_BYTES = 64
+"""Up to this, looking at it costs more than its bytes do."""
+
 _MEMCPY_PIECE_BYTES = 16 << 20
 _MAX_SPANS = 1024  # IOV_MAX
 _WORD_BYTES = 4
+_LINE_BYTES = 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _memcpy = _libc.memcpy
@@ -82,24 +87,40 @@ def _write_spans(fd: int, offset: int, spans: npt.NDArray[np.uint64]) -> int:
 
 
 def peek(addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.uint8] | None:
-    """Return pieces of this process's memory one after the other, in about half of the time of `gather`.
+    """Return pieces of this process's memory one after the other, many times faster than `gather`.
 
     A processor has many loads under way here, and waits for each in the kernel.
-    All of the memory must be mapped: the process ends where it is not. None if
-    a piece is not made of aligned words of four bytes.
+    All of the memory must be mapped: the process ends where it is not. Fastest
+    if every piece is one aligned line of 64 bytes. None if a piece is not made
+    of aligned words of four bytes.
     """
-    if not len(addresses) or ((addresses | lengths) & np.uint64(_WORD_BYTES - 1)).any():
+    if not len(addresses):
         return None
+    bits = int(np.bitwise_or.reduce(addresses | lengths))
+    unit_bytes = next((size for size in (_LINE_BYTES, _WORD_BYTES) if bits % size == 0), 0)
     first = int(addresses.min())
-    num_bytes = int((addresses + lengths).max()) - first
-    if first < mmap.PAGESIZE:
+    if not unit_bytes or first < mmap.PAGESIZE:
         return None
-    words = np.frombuffer(memoryview((ctypes.c_char * num_bytes).from_address(first)), np.uint32)
-    counts = (lengths // np.uint64(_WORD_BYTES)).astype(np.int64)
-    starts = ((addresses - np.uint64(first)) // np.uint64(_WORD_BYTES)).astype(np.int64)
-    ends = np.cumsum(counts)
-    read: npt.NDArray[np.uint32] = words[np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])]
-    return read.view(np.uint8)
+    num_units = (int((addresses + lengths).max()) - first) // unit_bytes
+    units: npt.NDArray[Any] = np.asarray(_Memory(first, num_units, unit_bytes))
+    starts = ((addresses - np.uint64(first)) // np.uint64(unit_bytes)).astype(np.int64)
+    counts = (lengths // np.uint64(unit_bytes)).astype(np.int64)
+    if (counts != 1).any():
+        ends = np.cumsum(counts)
+        starts = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+    return units[starts].view(np.uint8)
+
+
+class _Memory:
+    """A range of this process's memory, for NumPy to look at."""
+
+    def __init__(self, address: int, num_units: int, unit_bytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (num_units,),
+            "typestr": f"|V{unit_bytes}",
+        }
 
 
 class Scratch:
