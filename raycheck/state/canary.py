@@ -39,32 +39,27 @@ class Canaries:
         self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
         # A copy: the scratch is used again.
-        self._before = self._take(sources, scratch, is_mapped=True).copy()
+        self._before = self._take(sources, scratch).copy()
 
-    def differing(self, starts: Addresses, scratch: Scratch, *, is_mapped: bool) -> list[int]:
+    def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
         """Return the indices of those whose canaries are not what they were at first.
 
         Args:
-            starts: Where each tensor is, or its copy.
+            starts: Where each tensor is, or its copy. All of it must be mapped.
             scratch: As above.
-            is_mapped: All of that memory is there for certain, which makes it quick.
-
-        Raises:
-            OSError: EFAULT if the memory has been given up.
         """
-        now = self._take(starts, scratch, is_mapped=is_mapped)
-        differs = now != self._before
+        differs = self._take(starts, scratch) != self._before
         if not differs.any():
             return []
         owners = np.searchsorted(np.cumsum(self._lengths), np.flatnonzero(differs), side="right")
         return [int(index) for index in np.unique(owners)]
 
-    def changed(self, scratch: Scratch, *, is_mapped: bool) -> list[int]:
+    def changed(self, scratch: Scratch) -> list[int]:
         """Return the indices of those that have changed in live memory."""
-        return self.differing(self._sources, scratch, is_mapped=is_mapped)
+        return self.differing(self._sources, scratch)
 
-    def _take(self, starts: Addresses, scratch: Scratch, *, is_mapped: bool) -> npt.NDArray[np.uint8]:
-        peeked = peek(starts + self._at, self._lengths) if is_mapped else None
+    def _take(self, starts: Addresses, scratch: Scratch) -> npt.NDArray[np.uint8]:
+        peeked = peek(starts + self._at, self._lengths)
         if peeked is not None:
             return peeked
         # An array: equal memoryviews are compared byte by byte, in half a millisecond.

@@ -28,10 +28,10 @@ import torch
 from raycheck.core.layout import ShardImage
 from raycheck.core.page import Plan
 from raycheck.errors import StateError
-from raycheck.state.canary import Canaries
 from raycheck.state.codec import Codec
 from raycheck.state.device import Copier, Transfer
-from raycheck.state.live import Acquaintance, Live, versions_of
+from raycheck.state.guard import Guard
+from raycheck.state.live import Acquaintance, Live
 from raycheck.state.parts import Capture, take_tensors
 from raycheck.state.placement import Placement, Way
 from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
@@ -65,11 +65,7 @@ class Discarded:
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """A snapshot between `begin` and its verdict.
-
-    It keeps the memory alive that is being copied, also where a parameter's
-    ``.data`` is replaced meanwhile, and lets go of it with the verdict.
-    """
+    """A snapshot between `begin` and its verdict, with which it lets go of the memory that it copies."""
 
     plan: Plan
     way: Way
@@ -79,15 +75,9 @@ class _Pending:
     """Per chunk of the placement."""
 
     live: Live
-    tensors: list[torch.Tensor]
-    """The live tensors behind ``way``."""
+    guard: Guard
+    """Of what ``way`` copies: by address first, then by a device."""
 
-    versions: list[int]
-    memory: list[torch.UntypedStorage]
-    memory_at: list[int]
-    """Addresses of ``memory`` when the copy began: where one is another by now, what was there may be gone."""
-
-    canaries: Canaries
     sample: Sample | None
     transfers: list[Transfer]
     """What the device does; the hook holds the optimizer's update back for it."""
@@ -327,7 +317,7 @@ class Snapshotter:
             return self.settle(block=True)
         for transfer in pending.transfers:
             transfer.hold_back()
-        if pending.torn_before_update is None:
+        if pending.torn_before_update is None and pending.error is None:
             pending.torn_before_update = self._torn_names(pending)
         return None
 
@@ -449,12 +439,12 @@ class Snapshotter:
             live=live,
             way=deferred,
             sources=sources,
-            tensors=tensors,
-            versions=versions_of(tensors),
-            memory=list(map(torch.Tensor.untyped_storage, tensors)),
-            memory_at=[],
-            canaries=Canaries(
-                sources[deferred.flat], placement.num_bytes[deferred.flat], plan.id, self._scratch
+            guard=Guard(
+                tensors,
+                sources[deferred.flat],
+                placement.num_bytes[deferred.flat],
+                plan_id=plan.id,
+                scratch=self._scratch,
             ),
             sample=sample,
             transfers=self._launch(placement, live, eager, deferred, sample),
@@ -517,11 +507,14 @@ class Snapshotter:
         assert placement is not None
         assert self._known is not None
         self._make_pages()
-        pending.memory_at = _addresses_of(pending.memory)
+        missing = pending.guard.missing()
+        if missing:
+            name = self._name_of(pending, missing[0])
+            raise RuntimeError(f"the memory of {name} was given up before it was copied")
         self._copy(placement, pending.way, pending.sources)
         # Nobody else writes to the arena.
         copies = placement.begin[pending.way.flat] + np.uint64(self._segment.address)
-        pending.torn = pending.canaries.differing(copies, self._copy_scratch, is_mapped=True)
+        pending.torn = pending.guard.differing(copies, self._copy_scratch)
         if pending.sample is not None:
             pending.replica_digest = digest_of(pending.sample, self._copy_scratch)
         if not self._known.holds_for(pending.live.tensors):
@@ -597,13 +590,7 @@ class Snapshotter:
         return Discarded(pending.plan, f"{torn[0]} changed while it was copied")
 
     def _torn_names(self, pending: _Pending) -> list[str]:
-        is_mapped = pending.memory_at == _addresses_of(pending.memory)
-        torn = {*pending.canaries.changed(self._scratch, is_mapped=is_mapped)}
-        versions = versions_of(pending.tensors)
-        if versions != pending.versions:
-            moved = zip(versions, pending.versions, strict=True)
-            torn |= {position for position, (now, then) in enumerate(moved) if now != then}
-        return [self._name_of(pending, position) for position in sorted(torn)]
+        return [self._name_of(pending, position) for position in pending.guard.changed(self._scratch)]
 
     def _name_of(self, pending: _Pending, position: int) -> str:
         assert self._placement is not None

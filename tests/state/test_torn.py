@@ -129,6 +129,34 @@ def test_what_is_small_is_copied_at_once_and_needs_no_guard(write, monkeypatch):
     rank.close()
 
 
+@pytest.mark.parametrize("when", ["before the copy", "after the copy"])
+def test_memory_that_is_given_up_is_not_read(when):
+    """A storage is resized to nothing, as offloading does: the snapshot is dropped, and training goes on."""
+    model = torch.nn.Linear(2000, 2000, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step(lambda: model(torch.ones(1, 2000)).square().mean().backward())
+    rank = Rank(model=model, optimizer=optimizer)
+    rank.save()
+    gate, storage = Gate(rank), model.weight.untyped_storage()
+    num_bytes = storage.nbytes()
+    rank.begin()
+    if when == "after the copy":
+        gate.open()
+        rank.snapshotter._pending.copied.wait()
+        storage.resize_(0)
+    else:
+        storage.resize_(0)
+        gate.open()
+    outcome = rank.snapshotter.settle(block=True)
+    assert isinstance(outcome, Discarded)
+    assert "model.weight" in outcome.reason
+    storage.resize_(num_bytes)
+    boundary = rank.live()
+    rank.save()
+    assert rank.holds(boundary)
+    rank.close()
+
+
 def forward_and_backward(model, optimizer):
     optimizer.zero_grad()
     loss = model(torch.ones(5, 8)).square().mean()
