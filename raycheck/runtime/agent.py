@@ -117,6 +117,9 @@ class Agent:
     def close(self) -> None:
         """Stop uploads and let go of all workers. What was not committed is left to the next start."""
         self._closed.set()
+        with contextlib.suppress(OSError):
+            # Closing alone does not wake a thread that waits there, and keeps the address taken.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
             workers = list(self._workers.values())

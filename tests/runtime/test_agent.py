@@ -69,7 +69,12 @@ class Node:
     def close(self):
         if self.link is not None:
             self.link.close()
+            # What a worker leaves behind is let go by the agent's end, if it has seen the worker's before.
+            wait_until(lambda: not any(w.is_connected for w in self.agent._workers.values()), "its end")
         self.agent.close()
+        for thread in self.agent._threads:
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
         self.segment.close()
 
 
@@ -91,7 +96,7 @@ def test_a_worker_is_let_in_once_there_is_a_descriptor_for_it(make_node, monkeyp
 
     class Listener:
         def __init__(self, real):
-            self.real, self.close = real, real.close
+            self.shutdown, self.close = real.shutdown, real.close
             self.accept = Once(real.accept, OSError(errno.EMFILE, "Too many open files"))
 
     real = wire.listen
