@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 import uuid
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from raycheck.config import Settings
 from raycheck.core import layout
 from raycheck.core.retention import to_delete
 from raycheck.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from raycheck.observe.events import EventLog
 from raycheck.runtime.coordinator import Coordinator
+from raycheck.runtime.keeping import Keeping
 from raycheck.store.objects import Store
 from raycheck.store.run import RunStore
 from tests.reliability.records import begin, commit, selectable, stage
@@ -242,6 +245,28 @@ class TestSweep:
         second = begin(run)
         run.store.put(layout.claim_key(second), b"not json")
         assert run.sweep(second, older_than_s=HOUR_S, now_unix_s=1e9) == []
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_nothing_that_a_newer_start_may_be_reading_is_rotated(run, is_overtaken):
+    """Also where an older start has decided to delete it, and has not come to it yet."""
+    first = begin(run)
+    refs = [commit(run, first, step) for step in (10, 20, 30)]
+    keeping = Keeping(
+        run_store=run,
+        settings=Settings(telemetry=False, keep_last=1),
+        events=EventLog(None),
+        decide=lambda function: function(),
+    )
+    keeping.begin(refs)
+    may_delete = threading.Event()
+    keeping.thread.submit(may_delete.wait, 60)
+    keeping.rotate(first)
+    if is_overtaken:
+        begin(run, refs[0])
+    may_delete.set()
+    keeping.thread.shutdown()
+    assert [run.is_committed(ref) for ref in refs] == [is_overtaken, is_overtaken, True]
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_left_behind(tmp_path):
