@@ -20,17 +20,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from raycheck.core import layout, protocol
-from raycheck.core.lineage import CheckpointRef, GenerationId
+from raycheck.core import protocol
+from raycheck.core.lineage import GenerationId
 from raycheck.core.notice import Notice
-from raycheck.core.page import PAGE_BYTES, Plan
-from raycheck.errors import StorageError
+from raycheck.core.page import Plan
 from raycheck.runtime import messages, wire
-from raycheck.runtime.connected import MAX_SLOTS, ConnectedWorker, Left, LeftSegments, Upload, parse_ref
+from raycheck.runtime.connected import MAX_SLOTS, ConnectedWorker, Left, LeftSegments, parse_ref
 from raycheck.runtime.fetching import Fetching
+from raycheck.runtime.storing import Storing, uploads_seen
 from raycheck.store.run import RunStore
-from raycheck.store.transfer import TokenBucket, TransferCancelledError
-from raycheck.store.upload import upload
 
 logger = logging.getLogger("raycheck")
 
@@ -40,9 +38,6 @@ _UPLOADS_EVERY_S = 1.0
 _ACCEPT_AGAIN_S = 1.0
 _KEEP_LEFT_S = 600.0
 """How long the memory of a worker that is gone waits for its successor."""
-
-_CHUNK_BYTES = 1 << 20
-"""What a checksum covers, and so the least that a read fetches: after a resize, ranks read parts of shards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,11 +75,8 @@ class Agent:
         limits: Limits | None = None,
     ) -> None:
         self._node = node
-        self._run_store = run_store
         self._deliver = deliver
-        self._limits = limits or Limits()
-        # One bucket for all ranks: the limit is the node's.
-        self._bucket = TokenBucket(self._limits.bytes_per_s) if self._limits.bytes_per_s else None
+        limits = limits or Limits()
         self._lock = threading.RLock()
         self._workers: dict[int, ConnectedWorker] = {}
         self._left = LeftSegments(keep_s=_KEEP_LEFT_S)
@@ -103,8 +95,16 @@ class Agent:
             lock=self._lock,
             pool=self._pool,
             tell=self._tell,
-            parallel=self._limits.parallel_parts,
+            parallel=limits.parallel_parts,
             closed=self._closed,
+        )
+        self._storing = Storing(
+            run_store=run_store,
+            lock=self._lock,
+            pool=self._pool,
+            tell=self._tell,
+            parallel_parts=limits.parallel_parts,
+            bytes_per_s=limits.bytes_per_s,
         )
         self._listener = wire.listen(address)
         self._threads = [
@@ -154,7 +154,10 @@ class Agent:
                         worker.page.plan = plan
                 case messages.AttemptEnded():
                     for worker in workers:
-                        self._end_attempt(worker, order)
+                        self._storing.end(worker, order)
+                        self._release(worker)
+                        detail = {"is_committed": order.is_committed, "detail": order.detail}
+                        worker.send("ended", plan=list(order.plan), **detail)
                 case messages.OfferRestore(ranks, ref):
                     for worker in workers:
                         if worker.rank in ranks:
@@ -304,15 +307,8 @@ class Agent:
             worker.uploads, former.uploads = former.uploads, {}
         else:
             # A new group starts only once the attempts of the last one are committed or given up.
-            self._give_up(former)
+            self._storing.give_up(former)
         self._release(former)
-
-    def _give_up(self, worker: ConnectedWorker) -> None:
-        """End the uploads of a worker that no order reaches; what is durable is left as it is."""
-        jobs, worker.uploads = worker.uploads, {}
-        for job in jobs.values():
-            if not job.is_durable:
-                job.cancelled.set()
 
     def _introduce(self, worker: ConnectedWorker) -> None:
         here = messages.RankHere(
@@ -337,7 +333,7 @@ class Agent:
         self._tell(worker, protocol.Lost(worker.rank))
         with self._lock:
             if self._workers.get(worker.rank) is not worker:
-                self._give_up(worker)
+                self._storing.give_up(worker)
         self._release(worker)
 
     def _release(self, worker: ConnectedWorker) -> None:
@@ -365,7 +361,7 @@ class Agent:
                 worker.table = messages.TableChanged(worker.rank, rows)
                 self._tell(worker, worker.table)
             case "copied":
-                self._begin_upload(worker, message)
+                self._storing.begin(worker, message)
             case "arena":
                 pass  # what counts is the descriptor that came with it
             case "staged":
@@ -397,7 +393,7 @@ class Agent:
 
     def _staged(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
         plan = Plan(*message["plan"])
-        self._begin_upload(worker, message)
+        self._storing.begin(worker, message)
         accounts = message.get("accounts", {})
         self._tell(worker, messages.MetricsTaken(worker.rank, plan.id, message["metrics"], accounts))
         staged = protocol.Staged(
@@ -409,95 +405,6 @@ class Agent:
             place=message.get("place", ""),
         )
         self._tell(worker, staged)
-
-    def _begin_upload(self, worker: ConnectedWorker, message: dict[str, Any]) -> None:
-        """Begin to store what an arena holds, unless this plan's is under way: it is told of twice."""
-        plan, slot, num_bytes = Plan(*message["plan"]), message.get("slot", 0), message["num_bytes"]
-        with self._lock:
-            if plan in worker.ended or plan.id in worker.uploads:
-                return
-            if not 0 <= slot < len(worker.fds):
-                raise ValueError(f"there is no arena {slot}")
-            # They belong to attempts whose end was never told.
-            forgotten = [job for job in worker.uploads.values() if job.slot == slot]
-            for job in forgotten:
-                del worker.uploads[job.plan.id]
-            ref = CheckpointRef(plan.step, worker.generation, plan.id)
-            job = worker.uploads[plan.id] = Upload(plan, ref, num_bytes, slot=slot)
-            worker.page.is_in_flight = True
-        for old in forgotten:
-            old.cancelled.set()
-            self._tell(worker, protocol.Failed(worker.rank, old.plan.id, "its memory has another snapshot"))
-        self._pool.submit(self._persist, worker, job, num_bytes)
-
-    # Storage.
-
-    def _persist(self, worker: ConnectedWorker, job: Upload, num_bytes: int) -> None:
-        name = layout.shard_name(worker.rank, worker.world_size)
-        prefix = layout.checkpoint_prefix(job.ref)
-        started_s = time.monotonic()
-        # Of its own: the worker's may be closed before a cancelled upload has noticed.
-        with self._lock:
-            if worker.is_let_go:
-                return
-            fd, mapping = os.dup(worker.fds[job.slot]), worker.mappings[job.slot]
-        try:
-            job.keys.append(f"{prefix}/{name}")
-            sums = upload(
-                self._run_store.store,
-                f"{prefix}/{name}",
-                fd,
-                source_offset=PAGE_BYTES,
-                size_bytes=num_bytes,
-                chunk_bytes=_CHUNK_BYTES,
-                parallel_parts=self._limits.parallel_parts,
-                bytes_per_s=self._bucket,
-                cancelled=job.cancelled,
-                on_progress=job.add_progress,
-                mapping=mapping,
-            )
-            job.keys.append(f"{prefix}/{layout.sums_name(name)}")
-            self._run_store.store.put(job.keys[-1], sums.encode())
-        except TransferCancelledError:
-            self._delete(job)
-            return
-        except Exception as error:
-            # Whatever it was: an attempt of which nobody hears again would hold up the next one for ever.
-            if not isinstance(error, StorageError):
-                logger.exception("node %s: rank %d was not stored", self._node, worker.rank)
-            self._tell(worker, protocol.Failed(worker.rank, job.plan.id, str(error) or repr(error)))
-            return
-        finally:
-            os.close(fd)
-        with self._lock:
-            # Either the end of the attempt came first, or from here on others may count on this shard.
-            job.is_durable = not job.cancelled.is_set()
-            if job.is_durable:
-                worker.stored[job.slot] = job.ref
-        if not job.is_durable:
-            self._delete(job)
-            return
-        shard = layout.ShardInfo(worker.rank, name, num_bytes, sums.digest())
-        persist_s = time.monotonic() - started_s
-        self._tell(worker, protocol.Durable(job.plan.id, shard, persist_s, job.plan.step))
-
-    def _end_attempt(self, worker: ConnectedWorker, order: messages.AttemptEnded) -> None:
-        with self._lock:
-            job = worker.uploads.pop(order.plan.id, None)
-            worker.page.is_in_flight = bool(worker.uploads)
-            worker.ended.append(order.plan)
-        if job is not None:
-            if not order.is_committed:
-                job.cancelled.set()
-                if not job.is_durable:
-                    self._pool.submit(self._delete, job)
-            self._release(worker)
-        worker.send("ended", plan=list(order.plan), is_committed=order.is_committed, detail=order.detail)
-
-    def _delete(self, job: Upload) -> None:
-        """Delete what this attempt has stored and nobody was told of, so that nobody can have committed it."""
-        with contextlib.suppress(StorageError):
-            self._run_store.store.delete(list(job.keys))
 
     # The coordinator.
 
@@ -538,22 +445,10 @@ class Agent:
         self._tell(worker, messages.StepsMeasured(worker.rank, step, told))
 
     def _tell_uploads(self) -> None:
-        """Pass on how far uploads are, for people who look on."""
         with self._lock:
-            busy = [(worker, job) for worker in self._workers.values() for job in worker.uploads.values()]
-        if not busy:
-            return
-        first, newest = max(busy, key=lambda each: each[1].ref)
-        uploads = [(worker.rank, upload) for worker, upload in busy if upload.ref == newest.ref]
-        seen = messages.UploadsSeen(
-            node=self._node,
-            plan_id=newest.plan.id,
-            ranks=tuple(sorted(rank for rank, _ in uploads)),
-            num_bytes_done=sum(min(upload.num_bytes_done, upload.num_bytes) for _, upload in uploads),
-            num_bytes=sum(upload.num_bytes for _, upload in uploads),
-            seconds=time.monotonic() - min(upload.started_s for _, upload in uploads),
-        )
-        self._tell(first, seen)
+            seen = uploads_seen(self._node, self._workers.values())
+        if seen is not None:
+            self._tell(*seen)
 
     def _send(self) -> None:
         while not self._closed.is_set():

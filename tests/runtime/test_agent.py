@@ -9,8 +9,8 @@ import pytest
 from raycheck.core import protocol
 from raycheck.core.lineage import CheckpointRef, GenerationId
 from raycheck.core.page import Plan
-from raycheck.runtime import agent as agent_module
-from raycheck.runtime import messages, wire
+from raycheck.runtime import messages, storing, wire
+from raycheck.runtime.agent import Agent
 from raycheck.runtime.link import AgentLink
 from raycheck.state.segment import Segment
 from raycheck.store.objects import Store
@@ -39,7 +39,7 @@ class Node:
 
     def __init__(self, folder):
         self.address, self.told = f"raycheck-test-{uuid.uuid4().hex}", []
-        self.agent = agent_module.Agent(
+        self.agent = Agent(
             node="n",
             address=self.address,
             run_store=RunStore(Store(f"{folder}/run")),
@@ -113,8 +113,8 @@ def test_a_worker_is_let_in_once_there_is_a_descriptor_for_it(make_node, monkeyp
 
 def test_an_upload_that_dies_of_something_else_than_storage_ends_its_attempt(make_node, monkeypatch):
     """No thread is allowed any more, for a moment: the coordinator hears of it, and the next one is stored."""
-    failing = Once(agent_module.upload, RuntimeError("can't start new thread"))
-    monkeypatch.setattr(agent_module, "upload", failing)
+    failing = Once(storing.upload, RuntimeError("can't start new thread"))
+    monkeypatch.setattr(storing, "upload", failing)
     node = make_node()
     node.connect()
     first, second = Plan(1, 10), Plan(2, 20)
