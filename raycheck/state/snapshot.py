@@ -608,10 +608,6 @@ def _closure_in(
     return closure if begins and callable(closure) else None
 
 
-def _addresses_of(memory: list[torch.UntypedStorage]) -> list[int]:
-    return list(map(torch.UntypedStorage.data_ptr, memory))
-
-
 def _has_arrived(pending: _Pending) -> bool:
     return pending.copied.is_set() and all(transfer.is_done for transfer in pending.transfers)
 
