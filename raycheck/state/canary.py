@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from raycheck.state.spans import Addresses, Scratch, peek
+from raycheck.state.spans import Addresses, Peek, Scratch
 
 CANARY_BYTES = 64
 _NUM_PLACES = 17
@@ -38,8 +38,11 @@ class Canaries:
         # Where a line of the processor's cache begins, if the tensor does: half of what must be fetched.
         self._at = at // np.uint64(CANARY_BYTES) * np.uint64(CANARY_BYTES)
         self._sources = sources
+        self._peek = Peek.of(sources + self._at, self._lengths)
+        """For live memory; None where only the kernel can look at it."""
+
         # A copy: the scratch is used again.
-        self._before = self._take(sources, scratch).copy()
+        self._before = self._take(self._peek, sources, scratch).copy()
 
     def differing(self, starts: Addresses, scratch: Scratch) -> list[int]:
         """Return the indices of those whose canaries are not what they were at first.
@@ -48,19 +51,21 @@ class Canaries:
             starts: Where each tensor is, or its copy. All of it must be mapped.
             scratch: As above.
         """
-        differs = self._take(starts, scratch) != self._before
+        return self._differing(Peek.of(starts + self._at, self._lengths), starts, scratch)
+
+    def changed(self, scratch: Scratch) -> list[int]:
+        """Return the indices of those that have changed in live memory."""
+        return self._differing(self._peek, self._sources, scratch)
+
+    def _differing(self, peek: Peek | None, starts: Addresses, scratch: Scratch) -> list[int]:
+        differs = self._take(peek, starts, scratch) != self._before
         if not differs.any():
             return []
         owners = np.searchsorted(np.cumsum(self._lengths), np.flatnonzero(differs), side="right")
         return [int(index) for index in np.unique(owners)]
 
-    def changed(self, scratch: Scratch) -> list[int]:
-        """Return the indices of those that have changed in live memory."""
-        return self.differing(self._sources, scratch)
-
-    def _take(self, starts: Addresses, scratch: Scratch) -> npt.NDArray[np.uint8]:
-        peeked = peek(starts + self._at, self._lengths)
-        if peeked is not None:
-            return peeked
+    def _take(self, peek: Peek | None, starts: Addresses, scratch: Scratch) -> npt.NDArray[np.uint8]:
+        if peek is not None:
+            return peek.take()
         # An array: equal memoryviews are compared byte by byte, in half a millisecond.
         return np.frombuffer(scratch.take(starts + self._at, self._lengths), np.uint8)

@@ -7,9 +7,10 @@ a microsecond for each is the stall.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from raycheck.core.plan import Piece
 from raycheck.errors import StateError
+from raycheck.state.named import Named
 from raycheck.state.parts import Capture
-from raycheck.state.sharded import are_any_sharded, local_of
+from raycheck.state.sharded import Shards
 from raycheck.state.spans import Addresses
 
 _kind_of = operator.attrgetter("shape", "dtype", "layout", "device", "__class__")
@@ -49,44 +51,32 @@ class Live:
     """Of sharded tensors, which boxes ``tensors[num_shared : num_shared + len(pieces)]`` are."""
 
     @classmethod
-    def of(cls, capture: Capture, *, world_size: int) -> Live:
+    def of(cls, capture: Capture, shards: Shards) -> Live:
         """Return the tensors of a capture.
-
-        Args:
-            capture: The state.
-            world_size: Ranks of the job.
 
         Raises:
             StateError: If a DTensor cannot be saved.
         """
         shared, own, held = capture.shared, capture.own, capture.held
-        if are_any_sharded(shared.values()) or are_any_sharded(own.values()):
-            shared, held = _split(shared, held, world_size)
-            own, held = _split(own, held, world_size)
+        names = [*shared.names, *own]
+        tensors, pieces = shards.look(names, [*shared.tensors, *own.values()])
+        num_shared = len(shared.names)
+        parts = Named(list(held), [tensor for tensor, _ in held.values()])
+        boxes = [piece for _, piece in held.values()]
+        found = [piece for piece in pieces if piece is not None]
+        if found:
+            are_parts = list(map(operator.is_not, pieces, itertools.repeat(None)))
+            parts.add(itertools.compress(names, are_parts), itertools.compress(tensors, are_parts))
+            are_whole = list(map(operator.not_, are_parts))
+            names = list(itertools.compress(names, are_whole))
+            tensors = list(itertools.compress(tensors, are_whole))
+            num_shared = sum(are_whole[:num_shared])
         return cls(
-            [*shared, *held, *own],
-            [*shared.values(), *(tensor for tensor, _ in held.values()), *own.values()],
-            len(shared),
-            [piece for _, piece in held.values()],
+            [*names[:num_shared], *parts.names, *names[num_shared:]],
+            [*tensors[:num_shared], *parts.tensors, *tensors[num_shared:]],
+            num_shared,
+            boxes + found,
         )
-
-
-Held = dict[str, tuple[torch.Tensor, Piece]]
-
-
-def _split(
-    tensors: Mapping[str, torch.Tensor], held: Held, world_size: int
-) -> tuple[dict[str, torch.Tensor], Held]:
-    """Return the tensors that are whole here, and ``held`` with the others."""
-    whole: dict[str, torch.Tensor] = {}
-    held = dict(held)
-    for name, tensor in tensors.items():
-        local, piece = local_of(name, tensor, world_size=world_size)
-        if piece is None:
-            whole[name] = local
-        else:
-            held[name] = local, piece
-    return whole, held
 
 
 class Acquaintance:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from raycheck.state.named import Named
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -22,8 +24,8 @@ _WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 class ModuleContent:
     """What a module holds. A tensor that is there twice counts once, under its first name."""
 
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    parameters: Named
+    buffers: Named
     """The persistent ones."""
 
     ties: dict[str, str]
@@ -42,7 +44,8 @@ class _Node:
     """Counts, but adds no tensor and nothing to a name."""
 
 
-_structure_of = operator.attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+_structure_of = operator.attrgetter("_modules", "_parameters", "_buffers")
+_not_kept_of = operator.attrgetter("_non_persistent_buffers_set")
 _parameters_of = operator.attrgetter("_parameters")
 _values_of = operator.methodcaller("values")
 
@@ -56,6 +59,7 @@ class _Walked:
 
     def __init__(self, nodes: list[_Node]) -> None:
         self._modules = [node.module for node in nodes]
+        self._with_buffers = [module for module in self._modules if module._buffers]
         self._structure = self._look_at_structure()
         inner = [node for node in nodes if not node.is_wrapper]
         self._inner = [node.module for node in inner]
@@ -80,22 +84,23 @@ class _Walked:
         """Return whether submodules and keys are what they were; their tensors may be others."""
         return self._look_at_structure() == self._structure
 
-    def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield the present parameters, and None where there is none, by name."""
+    def parameters(self) -> tuple[list[str], list[Any]]:
+        """Return names, and the present parameters, None where there is none."""
         values = itertools.chain.from_iterable(map(_values_of, map(_parameters_of, self._inner)))
-        return zip(self._parameter_names, values, strict=True)
+        return self._parameter_names, list(values)
 
-    def buffers(self) -> Iterator[tuple[str, Any]]:
-        """Yield the present persistent buffers, and None where there is none, by name."""
-        values = (module._buffers[key] for module, key in self._buffer_places)
-        return zip(self._buffer_names, values, strict=True)
+    def buffers(self) -> tuple[list[str], list[Any]]:
+        """Return names, and the present persistent buffers, None where there is none."""
+        return self._buffer_names, [module._buffers[key] for module, key in self._buffer_places]
 
     def _look_at_structure(self) -> tuple[Any, ...]:
-        held = list(zip(*map(_structure_of, self._modules), strict=True))
-        children = itertools.chain.from_iterable(map(_values_of, held[0]))
+        held = [*zip(*map(_structure_of, self._modules), strict=True)]
+        children = list(itertools.chain.from_iterable(map(_values_of, held[0])))
+        # One that comes to have buffers is seen by their number.
+        held.append(tuple(map(_not_kept_of, self._with_buffers)))
         # Flat lists of keys, and how many are whose: a list for each submodule would take longer to make.
         return (
-            list(children),
+            children,
             [list(itertools.chain.from_iterable(each)) for each in held],
             [list(map(len, each)) for each in held],
         )
@@ -123,21 +128,26 @@ class ModuleWalk:
             module.reshard()
         ties: dict[str, str] = {}
         return ModuleContent(
-            _once(walked.parameters(), ties), _once(walked.buffers(), ties), ties, walked.with_extra_state
+            _once(*walked.parameters(), ties), _once(*walked.buffers(), ties), ties, walked.with_extra_state
         )
 
 
-def _once(named: Iterable[tuple[str, Any]], ties: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Return the tensors by their first names, and add the further ones to ``ties``."""
-    found = {name: tensor for name, tensor in named if tensor is not None}
-    if len(set(map(id, found.values()))) == len(found):
-        return found
+def _once(names: list[str], tensors: list[Any], ties: dict[str, str]) -> Named:
+    """Return the tensors under their first names, and add the further ones to ``ties``."""
+    ids = set(map(id, tensors))
+    if len(ids) == len(tensors) and id(None) not in ids:
+        return Named(names, tensors)
     first_names: dict[int, str] = {}
-    for name, tensor in found.items():
+    found = Named()
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            continue
         first = first_names.setdefault(id(tensor), name)
-        if first != name:
+        if first == name:
+            found.add([name], [tensor])
+        else:
             ties[name] = first
-    return {name: tensor for name, tensor in found.items() if name not in ties}
+    return found
 
 
 def _visit(module: torch.nn.Module, prefix: str, seen: set[int]) -> Iterator[_Node]:

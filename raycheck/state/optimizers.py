@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,61 @@ from raycheck.state.parts import Capture, Destinations, ModulePart, SavedTensor,
 from raycheck.state.sharded import whole_piece
 
 
+class _Stepping:
+    """The names of the parameters that an optimizer steps.
+
+    Args:
+        ids: Per group, those of its parameters.
+        parameter_names: By id, per module.
+    """
+
+    def __init__(self, ids: list[list[int]], parameter_names: list[dict[int, str]]) -> None:
+        self._made_from = ids, parameter_names
+        # Of a parameter in several modules the last name counts, as it does in `_named_parameters`.
+        known = collections.ChainMap(*reversed(parameter_names))
+        found = [list(map(known.get, each)) for each in ids]
+        self.deferrable = [name for each in found for name in each if name is not None]
+        self.names = [
+            [name or _place_of(g, i) for i, name in enumerate(each)] for g, each in enumerate(found)
+        ]
+        """Per group."""
+
+        self.by_id = {
+            id_: name
+            for each, names in zip(ids, self.names, strict=True)
+            for id_, name in zip(each, names, strict=True)
+        }
+
+    def is_made_from(self, ids: list[list[int]], parameter_names: list[dict[int, str]]) -> bool:
+        return (ids, parameter_names) == self._made_from
+
+
+class _Fields:
+    """The names of the fields of an optimizer's state.
+
+    Args:
+        name: What all names begin with.
+        stepping: What it steps.
+        ids: Those of the parameters that have state.
+        counts: How many fields each has.
+        keys: Of all fields.
+    """
+
+    def __init__(
+        self, name: str, stepping: _Stepping, ids: list[int], counts: list[int], keys: list[Any]
+    ) -> None:
+        self._stepping, self._made_from = stepping, (ids, counts, keys)
+        owners = [stepping.by_id.get(id_) for id_ in ids]
+        self.owners = [owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)]
+        """Per field, its parameter; None: left over, no group has this parameter any more."""
+
+        self.full_names = [f"{name}.{owner}.{key}" for owner, key in zip(self.owners, keys, strict=True)]
+        self.has_left_over = None in owners
+
+    def is_made_from(self, stepping: _Stepping, ids: list[int], counts: list[int], keys: list[Any]) -> bool:
+        return stepping is self._stepping and (ids, counts, keys) == self._made_from
+
+
 class OptimizerPart:
     """An optimizer's state, keyed by parameter name, and its groups' options."""
 
@@ -19,68 +75,54 @@ class OptimizerPart:
         self.name = name
         self._optimizer = optimizer
         self._modules = modules
-        self._structure: tuple[list[str | None], list[tuple[Any, ...]]] = [], []
-        self._full_names: list[str | None] = []
+        self._stepping = _Stepping([], [])
+        self._fields = _Fields(name, self._stepping, [], [], [])
 
     def capture(self, out: Capture) -> None:
         """Add the state's tensors as shared, its other values and the groups as values.
 
         What this optimizer steps is deferrable: its hook guards it.
         """
-        names: dict[int, str] = {}
-        groups = []
-        for g, group in enumerate(self._optimizer.param_groups):
-            ids = list(map(id, group["params"]))
-            found = list(map(out.parameter_names.get, ids))
-            out.deferrable += filter(None, found)
-            parameters = [name or _place_of(g, i) for i, name in enumerate(found)]
-            names.update(zip(ids, parameters, strict=True))
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": parameters})
+        groups = self._optimizer.param_groups
+        ids = [list(map(id, group["params"])) for group in groups]
+        if not self._stepping.is_made_from(ids, out.parameter_names):
+            self._stepping = _Stepping(ids, out.parameter_names)
+        out.deferrable += self._stepping.deferrable
+        described = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+            for group, names in zip(groups, self._stepping.names, strict=True)
+        ]
         # No keyword of attach() has a star: these names cannot meet a parameter's.
-        out.values[self.name] = {"*state": self._capture_state(out, names), "*groups": groups}
+        out.values[self.name] = {"*state": self._capture_state(out), "*groups": described}
 
-    def _capture_state(self, out: Capture, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    def _capture_state(self, out: Capture) -> dict[str, dict[str, Any]]:
         """Add the state's tensors; return its other values by parameter and key."""
         state = _stepped(self._optimizer).state
-        # None: left over, no group has this parameter any more.
-        parameter_names = list(map(names.get, map(id, state)))
-        keys = list(map(tuple, state.values()))
-        if (parameter_names, keys) != self._structure:
-            self._structure = parameter_names, keys
-            self._full_names = self._join(parameter_names, keys)
+        fields = self._fields
+        ids, counts = list(map(id, state)), list(map(len, state.values()))
+        keys = list(itertools.chain.from_iterable(state.values()))
+        if not fields.is_made_from(self._stepping, ids, counts, keys):
+            fields = self._fields = _Fields(self.name, self._stepping, ids, counts, keys)
         values = list(itertools.chain.from_iterable(map(dict.values, state.values())))
-        is_alone = _held_here(self._optimizer) is not None
+        is_alone = _is_zero(self._optimizer)
         is_plain = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
-        if is_plain and not is_alone and None not in self._full_names:
+        if is_plain and not is_alone and not fields.has_left_over:
             # A thousand tensors: no loop of ours.
-            full_names: list[Any] = self._full_names
-            out.shared.update(zip(full_names, values, strict=True))
-            out.deferrable += full_names
+            out.shared.add(fields.full_names, values)
+            out.deferrable += fields.full_names
             return {}
         others: dict[str, dict[str, Any]] = {}
-        owners = ((name, key) for name, each in zip(parameter_names, keys, strict=True) for key in each)
-        for full_name, (name, key), value in zip(self._full_names, owners, values, strict=True):
-            if full_name is None or name is None:
+        for full_name, owner, key, value in zip(fields.full_names, fields.owners, keys, values, strict=True):
+            if owner is None:
                 continue
             out.deferrable.append(full_name)
             if not isinstance(value, torch.Tensor):
-                others.setdefault(name, {})[key] = value
+                others.setdefault(owner, {})[key] = value
             elif is_alone:
                 out.held[full_name] = value, whole_piece(value)
             else:
-                out.shared[full_name] = value
+                out.shared.add([full_name], [value])
         return others
-
-    def _join(
-        self, parameter_names: Sequence[str | None], keys: Sequence[tuple[Any, ...]]
-    ) -> list[str | None]:
-        """Return the full names of all fields; joined again only when parameters or fields change."""
-        return [
-            None if name is None else f"{self.name}.{name}.{key}"
-            for name, each in zip(parameter_names, keys, strict=True)
-            for key in each
-        ]
 
     def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
         """Add a tensor for each saved one; state that is not there yet is made, with no dummy step."""

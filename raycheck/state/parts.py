@@ -16,6 +16,7 @@ import torch
 from raycheck.core.plan import Piece
 from raycheck.errors import StateError
 from raycheck.state.modules import ModuleWalk
+from raycheck.state.named import Named
 from raycheck.state.sharded import are_any_sharded
 
 _EXTRA_STATE = "_extra_state"
@@ -26,7 +27,7 @@ TIES = "*ties"
 class Capture:
     """References to everything that makes up the state at a step boundary; nothing is copied yet."""
 
-    shared: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    shared: Named = dataclasses.field(default_factory=Named)
     """Tensors that all ranks hold alike: parameters and the optimizer's state for them."""
 
     held: dict[str, tuple[torch.Tensor, Piece]] = dataclasses.field(default_factory=dict)
@@ -41,8 +42,8 @@ class Capture:
     deferrable: list[str] = dataclasses.field(default_factory=list)
     """Names that only a registered optimizer changes: they may be copied until its next step."""
 
-    parameter_names: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Names of the modules' parameters by id: an optimizer's state goes by them."""
+    parameter_names: list[dict[int, str]] = dataclasses.field(default_factory=list)
+    """Per module, the names of its parameters by id: an optimizer's state goes by them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,13 +95,14 @@ class ModulePart:
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name = name
         self._walk = ModuleWalk(name, module)
+        self._parameter_names: dict[int, str] = {}
 
     def capture(self, out: Capture) -> None:
         """Add the parameters as shared, the buffers as own."""
         found = self._walk.look()
-        out.shared.update(found.parameters)
-        out.own.update(found.buffers)
-        out.parameter_names.update(zip(map(id, found.parameters.values()), found.parameters, strict=True))
+        out.shared.add(found.parameters.names, found.parameters.tensors)
+        out.own.update(found.buffers.by_name())
+        out.parameter_names.append(self._names_by_id(found.parameters))
         values: dict[str, Any] = {name: module.get_extra_state() for name, module in found.with_extra_state}
         if found.ties:
             values[TIES] = found.ties
@@ -112,7 +114,7 @@ class ModulePart:
         extra = {n: t for n, t in saved.items() if _EXTRA_STATE in n}
         out.tensors |= fresh(extra)
         wanted = {n: t for n, t in saved.items() if n not in extra}
-        _match({**found.parameters, **found.buffers}, wanted, out, found.ties)
+        _match({**found.parameters.by_name(), **found.buffers.by_name()}, wanted, out, found.ties)
 
     def check(self, values: Any, out: Destinations) -> None:
         """Compare the ties: with others, a tensor would silently get what another one had."""
@@ -132,7 +134,15 @@ class ModulePart:
 
     def parameter_names(self) -> dict[int, str]:
         """Return the name of each parameter by its id."""
-        return {id(parameter): name for name, parameter in self._walk.look().parameters.items()}
+        return self._names_by_id(self._walk.look().parameters)
+
+    def _names_by_id(self, parameters: Named) -> dict[int, str]:
+        """Return the same dict as long as it would be equal, so that nobody need compare more than that."""
+        present = self._parameter_names
+        ids = list(map(id, parameters.tensors))
+        if ids != list(present) or parameters.names != list(present.values()):
+            self._parameter_names = dict(zip(ids, parameters.names, strict=True))
+        return self._parameter_names
 
 
 def _tie(first_name: str | None) -> str:

@@ -12,12 +12,15 @@ import torch
 from raycheck.core.layout import VALUES, Chunk, ShardImage, shard_image
 from raycheck.core.plan import TensorSpec, deal
 from raycheck.state.live import Acquaintance, Live
-from raycheck.state.spans import SMALL_BYTES, TINY_BYTES, Addresses, as_addresses
+from raycheck.state.spans import PEEK_BYTES, SMALL_BYTES, TINY_BYTES, Addresses, as_addresses
 
 Indices = npt.NDArray[np.intp]
 
-AT_ONCE_BYTES = 4 << 10
+AT_ONCE_BYTES = PEEK_BYTES
 """Up to this, to copy a tensor costs the training thread less than to guard it: versions and canaries, twice."""
+
+_SIZE_CLASSES = TINY_BYTES, PEEK_BYTES, SMALL_BYTES - 1
+"""Chunks of up to so many bytes lie together, the large ones first."""
 
 
 class Placement:
@@ -79,7 +82,6 @@ class Placement:
         )
         self.begin: Addresses = as_addresses([entry.begin for entry in self.image.entries[:-1]])
         self.num_bytes: Addresses = as_addresses([chunk.num_bytes for chunk in chunks])
-        self._ways: tuple[bytes, Way, Way] | None = None
 
     def fits(self, known: Acquaintance) -> bool:
         """Return whether this still is the layout of these tensors."""
@@ -102,13 +104,10 @@ class Placement:
             may_wait: Per tensor.
             on_device: Per tensor, whether a device copies it.
         """
-        key = are_flat.tobytes() + may_wait.tobytes() + on_device.tobytes()
-        if self._ways is None or self._ways[0] != key:
-            device = on_device[self.tensor_index]
-            flat = are_flat[self.tensor_index] & ~device
-            deferred = may_wait[self.tensor_index] & (flat & (self.num_bytes > AT_ONCE_BYTES) | device)
-            self._ways = key, self._way(~deferred, flat, device), self._way(deferred, flat, device)
-        return self._ways[1], self._ways[2]
+        device = on_device[self.tensor_index]
+        flat = are_flat[self.tensor_index] & ~device
+        deferred = may_wait[self.tensor_index] & (flat & (self.num_bytes > AT_ONCE_BYTES) | device)
+        return self._way(~deferred, flat, device), self._way(deferred, flat, device)
 
     def _way(
         self,
@@ -122,8 +121,8 @@ class Placement:
         gathered = gathered[np.argsort(self.begin[gathered])]
         begin, num_bytes = self.begin[gathered], self.num_bytes[gathered]
         are_apart = begin[:-1] + num_bytes[:-1] != begin[1:]
-        are_tiny = num_bytes <= TINY_BYTES
-        breaks = np.flatnonzero(are_apart | (are_tiny[:-1] != are_tiny[1:])) + 1
+        classes = np.searchsorted(_SIZE_CLASSES, num_bytes)
+        breaks = np.flatnonzero(are_apart | (classes[:-1] != classes[1:])) + 1
         return Way(
             large=np.flatnonzero(chosen & flat & ~small),
             runs=[run for run in np.split(gathered, breaks) if len(run)],
@@ -141,7 +140,7 @@ class Way:
     """One ``memcpy`` each."""
 
     runs: list[Indices]
-    """Small ones that are neighbours in the arena, all of them tiny or none: one call of `gather` each."""
+    """Small ones that are neighbours in the arena and of one size class: one call each."""
 
     other: Indices
     """Not contiguous, or in no memory that anyone knows how to copy: torch copies them."""
@@ -164,7 +163,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def _size_class(num_bytes: int) -> int:
     """Return which chunks belong together, the large ones last."""
-    return sum(num_bytes > limit for limit in (TINY_BYTES, AT_ONCE_BYTES, SMALL_BYTES - 1))
+    return int(np.searchsorted(_SIZE_CLASSES, num_bytes))
 
 
 def _whole(spec: TensorSpec) -> Chunk:

@@ -24,7 +24,7 @@ from raycheck.state.codec import Codec
 from raycheck.state.parts import SavedTensor
 from raycheck.state.rng import check_rng, restore_rng, seed_rng
 from raycheck.state.segment import Segment
-from raycheck.state.sharded import local_of, whole_piece
+from raycheck.state.sharded import Shards, whole_piece
 from raycheck.state.tree import StateTree
 
 _BUCKET_BYTES = 32 << 20
@@ -95,9 +95,8 @@ class Restorer:
         self.unmatched = found.unmatched
         """What is only in the checkpoint or only here; empty where that is not allowed."""
 
-        self._local = {
-            name: local_of(name, target, world_size=world_size) for name, target in self._targets.items()
-        }
+        local, pieces = Shards(world_size).look(list(self._targets), list(self._targets.values()))
+        self._local = dict(zip(self._targets, zip(local, pieces, strict=True), strict=True))
         dealt = [
             spec
             for name, spec in shared.items()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from raycheck.core.plan import Piece
 from raycheck.errors import StateError
@@ -20,8 +20,8 @@ try:
 except ImportError:  # a torch that was built without torch.distributed has no DTensor either
     DTensor = None  # type: ignore[assignment,misc]
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By DTensor: its piece. A DTensor's mesh and placements never change; computing a box takes long."""
+_local_of = operator.attrgetter("_local_tensor")
+_spec_of = operator.attrgetter("_spec")
 
 
 def are_any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
@@ -29,29 +29,56 @@ def are_any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     return DTensor is not None and any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
-def local_of(name: str, tensor: torch.Tensor, *, world_size: int) -> tuple[torch.Tensor, Piece | None]:
-    """Return the memory of this rank behind a tensor, and which part of the whole it is.
+class Shards:
+    """Finds the memory of this rank behind tensors.
+
+    Remembers the boxes of those that it was shown last: to compute one takes as
+    long as everything else about a tensor together.
 
     Args:
-        name: For the message.
-        tensor: Any.
         world_size: Ranks of the job.
-
-    Returns:
-        The tensor itself and None, if it is no DTensor. The local tensor and
-        None, if it is one that every rank holds whole.
-
-    Raises:
-        StateError: If it has values that are yet to be reduced, or lies on a
-            part of the ranks.
     """
-    if DTensor is None or not isinstance(tensor, DTensor):
-        return tensor, None
-    local: torch.Tensor = tensor._local_tensor
-    if tensor not in _known:
-        _known[tensor] = _piece_of(name, tensor, world_size)
-    piece: Piece | None = _known[tensor]
-    return local, piece
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._kinds: list[type] = []
+        self._where: list[int] = []
+        """Which tensors are DTensors."""
+
+        self._specs: list[Any] = []
+        """Mesh, placements and shape of each DTensor, never changed in place; held, so that their ids are theirs."""
+
+        self._pieces: list[Piece | None] = []
+        """Per tensor. None: every rank holds it whole."""
+
+    def look(
+        self, names: Sequence[str], tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Piece | None]]:
+        """Return each tensor, of a DTensor the local one, and which part of the whole it is.
+
+        None: every rank holds it whole.
+
+        Raises:
+            StateError: If one has values that are yet to be reduced, or lies on
+                a part of the ranks.
+        """
+        if not are_any_sharded(tensors):
+            return tensors, [None] * len(tensors)
+        kinds = list(map(type, tensors))
+        if kinds != self._kinds:
+            self._kinds, self._specs = kinds, []
+            self._where = [index for index, kind in enumerate(kinds) if issubclass(kind, DTensor)]
+        sharded: list[Any] = list(map(tensors.__getitem__, self._where))
+        specs = list(map(_spec_of, sharded))
+        if list(map(id, specs)) != list(map(id, self._specs)):
+            pieces: list[Piece | None] = [None] * len(tensors)
+            for index, tensor in zip(self._where, sharded, strict=True):
+                pieces[index] = _piece_of(names[index], tensor, self._world_size)
+            self._specs, self._pieces = specs, pieces
+        found = tensors.copy()
+        for index, local in zip(self._where, map(_local_of, sharded), strict=True):
+            found[index] = local
+        return found, self._pieces
 
 
 def _piece_of(name: str, tensor: DTensor, world_size: int) -> Piece | None:

@@ -29,15 +29,17 @@ from raycheck.core.layout import ShardImage
 from raycheck.core.page import Plan
 from raycheck.errors import StateError
 from raycheck.state.codec import Codec
+from raycheck.state.copying import Copying
 from raycheck.state.device import Copier, Transfer
 from raycheck.state.guard import Guard
 from raycheck.state.live import Acquaintance, Live
 from raycheck.state.parts import Capture, take_tensors
-from raycheck.state.placement import Placement, Way
+from raycheck.state.placement import Placement
 from raycheck.state.replica import Sample, digest_of, sample_of, take_device_pieces
 from raycheck.state.rng import capture_rng
 from raycheck.state.segment import Segment
-from raycheck.state.spans import TINY_BYTES, Addresses, Scratch, copy_span, gather, peek
+from raycheck.state.sharded import Shards
+from raycheck.state.spans import Scratch
 from raycheck.state.tree import StateTree
 
 logger = logging.getLogger("raycheck")
@@ -68,22 +70,17 @@ class _Pending:
     """A snapshot between `begin` and its verdict, with which it lets go of the memory that it copies."""
 
     plan: Plan
-    way: Way
-    """What may wait, and is guarded by the optimizer's hook."""
-
-    sources: Addresses
-    """Per chunk of the placement."""
-
+    copying: Copying
     live: Live
     guard: Guard
-    """Of what ``way`` copies: by address first, then by a device."""
+    """Of what may wait, beside the optimizer's hook."""
 
     sample: Sample | None
     transfers: list[Transfer]
     """What the device does; the hook holds the optimizer's update back for it."""
 
     torn: list[int] = dataclasses.field(default_factory=list)
-    """Positions in ``way.flat`` whose copies differ from what was there at the boundary."""
+    """Positions among what is guarded whose copies differ from what was there at the boundary."""
 
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
     """The host's part is in the arena. What a device copies may be under way."""
@@ -148,12 +145,14 @@ class Snapshotter:
                 each.budget_bytes = budget_bytes // len(self._segments)
         self._rank = rank
         self._world_size = world_size
+        self._shards = Shards(world_size)
         self._codec = codec
         self._on_layout = on_layout
         self._keeps_per_rank = False
         self._spared: frozenset[int] = frozenset()
         self._placement: Placement | None = None
         self._known: Acquaintance | None = None
+        self._copying: Copying | None = None
         self._eager_names: set[str] = set()
         self._waiting: tuple[list[str], list[str], npt.NDArray[np.bool_]] | None = None
         """Which names may wait: what it was made from, and the answer."""
@@ -196,7 +195,7 @@ class Snapshotter:
         """
         capture = self._tree.capture()
         values = self._take_values(capture)
-        live = Live.of(capture, world_size=self._world_size)
+        live = Live.of(capture, self._shards)
         self._segment.check(self._place(live, Acquaintance(live), len(values)).image.num_bytes)
 
     @property
@@ -224,7 +223,7 @@ class Snapshotter:
         self._segment, self._spared = self._segments[slot], spared
         capture = self._tree.capture()
         values = self._take_values(capture)
-        live = Live.of(capture, world_size=self._world_size)
+        live = Live.of(capture, self._shards)
         placement = self._lay_out(live, len(values))
         self._write_values(placement, values)
         pending = self._copy_what_cannot_wait(placement, live, capture, plan)
@@ -335,7 +334,7 @@ class Snapshotter:
         capture = self._tree.capture()
         try:
             values = self._take_values(capture)
-            placement = self._lay_out(Live.of(capture, world_size=self._world_size), len(values))
+            placement = self._lay_out(Live.of(capture, self._shards), len(values))
             for segment in self._segments:
                 self._make_room(segment, placement.image)
         except (StateError, OSError):
@@ -424,30 +423,27 @@ class Snapshotter:
         self, placement: Placement, live: Live, capture: Capture, plan: Plan
     ) -> _Pending:
         assert self._known is not None
-        may_wait = self._which_may_wait(live, capture) & self._known.are_tracked
-        eager, deferred = placement.ways(self._known.are_flat, may_wait, self._on_device(live))
-        sources = self._known.addresses[placement.tensor_index] + placement.source_offset
-        self._copy(placement, eager, sources)
-        for index in eager.other.tolist():
-            self._copy_other(placement, index, live.tensors[placement.tensor_index[index]])
-        owners = placement.tensor_index[np.concatenate([deferred.flat, deferred.device])].tolist()
-        tensors = [live.tensors[owner] for owner in owners]
+        may_wait = self._which_may_wait(live, capture)
+        copying = self._copying
+        if copying is None or not copying.is_for(placement, self._known, may_wait):
+            copying = self._copying = Copying(placement, self._known, may_wait, self._on_device(live))
+        copying.copy_at_once(live.tensors, self._segment)
         is_compared = self._world_size > 1 and not self._keeps_per_rank
         sample = sample_of(live, self._known, plan.id) if is_compared else None
+        flat = copying.deferred.flat
         return _Pending(
             plan=plan,
             live=live,
-            way=deferred,
-            sources=sources,
+            copying=copying,
             guard=Guard(
-                tensors,
-                sources[deferred.flat],
-                placement.num_bytes[deferred.flat],
+                copying.tensors(live.tensors, copying.guarded),
+                copying.sources[flat],
+                placement.num_bytes[flat],
                 plan_id=plan.id,
                 scratch=self._scratch,
             ),
             sample=sample,
-            transfers=self._launch(placement, live, eager, deferred, sample),
+            transfers=self._launch(copying, live, sample),
         )
 
     def _on_device(self, live: Live) -> npt.NDArray[np.bool_]:
@@ -455,30 +451,21 @@ class Snapshotter:
             return np.zeros(len(live.tensors), np.bool_)
         return np.fromiter(map(self._copier.owns, live.tensors), np.bool_, len(live.tensors))
 
-    def _launch(
-        self, placement: Placement, live: Live, eager: Way, deferred: Way, sample: Sample | None
-    ) -> list[Transfer]:
+    def _launch(self, copying: Copying, live: Live, sample: Sample | None) -> list[Transfer]:
         """Have the device copy its tensors; what must not wait holds back what is launched next."""
         if self._copier is None:
             return []
         transfers = []
         # Fingerprints are read at the speed of the device's own memory: not worth a guard.
         owned = [] if sample is None else take_device_pieces(sample, self._copier.owns)
-        if len(eager.device) or owned:
-            transfers.append(self._copier.launch(self._device_copies(placement, live, eager), owned))
+        at_once = copying.device_copies(live.tensors, copying.at_once, self._segment)
+        deferred = copying.device_copies(live.tensors, copying.deferred, self._segment)
+        if at_once or owned:
+            transfers.append(self._copier.launch(at_once, owned))
             transfers[0].hold_back()
-        if len(deferred.device):
-            transfers.append(self._copier.launch(self._device_copies(placement, live, deferred)))
+        if deferred:
+            transfers.append(self._copier.launch(deferred))
         return transfers
-
-    def _device_copies(
-        self, placement: Placement, live: Live, way: Way
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        owners = placement.tensor_index[way.device].tolist()
-        return [
-            self._copy_of(placement, index, live.tensors[owner])
-            for index, owner in zip(way.device.tolist(), owners, strict=True)
-        ]
 
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -503,61 +490,25 @@ class Snapshotter:
 
     def _copy_what_could_wait(self, pending: _Pending) -> int:
         """Copy, and check what need not cost the training thread time; return the shard's bytes."""
-        placement = self._placement
-        assert placement is not None
-        assert self._known is not None
+        copying, placement = pending.copying, pending.copying.placement
         self._make_pages()
         missing = pending.guard.missing()
         if missing:
             name = self._name_of(pending, missing[0])
             raise RuntimeError(f"the memory of {name} was given up before it was copied")
-        self._copy(placement, pending.way, pending.sources)
+        copying.copy_deferred(self._segment)
         # Nobody else writes to the arena.
-        copies = placement.begin[pending.way.flat] + np.uint64(self._segment.address)
+        copies = placement.begin[copying.deferred.flat] + np.uint64(self._segment.address)
         pending.torn = pending.guard.differing(copies, self._copy_scratch)
         if pending.sample is not None:
             pending.replica_digest = digest_of(pending.sample, self._copy_scratch)
-        if not self._known.holds_for(pending.live.tensors):
+        if not copying.known.holds_for(pending.live.tensors):
             # Seen by the next `begin`, which looks at everything afresh.
             self._known = None
             raise RuntimeError("a tensor got another shape or dtype in place")
         return placement.image.num_bytes
 
-    def _copy(self, placement: Placement, way: Way, sources: Addresses) -> None:
-        """Copy what a way copies by address."""
-        arena = self._segment.address
-        for target, source, num_bytes in zip(
-            placement.begin[way.large].tolist(),
-            sources[way.large].tolist(),
-            placement.num_bytes[way.large].tolist(),
-            strict=True,
-        ):
-            copy_span(arena + target, source, num_bytes)
-        for run in way.runs:
-            begin, num_bytes = int(placement.begin[run[0]]), placement.num_bytes[run]
-            tiny = peek(sources[run], num_bytes) if num_bytes[0] <= TINY_BYTES else None
-            if tiny is None:
-                gather(self._segment.fd, self._segment.arena_offset + begin, sources[run], num_bytes)
-            else:
-                self._segment.arena[begin : begin + len(tiny)] = tiny.data
-
-    def _copy_other(self, placement: Placement, index: int, tensor: torch.Tensor) -> None:
-        source, target = self._copy_of(placement, index, tensor)
-        target.copy_(source)
-
-    def _copy_of(
-        self, placement: Placement, index: int, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a chunk in its tensor, and its place in the arena."""
-        chunk, source = placement.chunks[index], tensor.detach()
-        if chunk.shape != tuple(source.shape):
-            source = source.narrow(0, placement.first_row[index], chunk.shape[0])
-        begin, num_bytes = int(placement.begin[index]), int(placement.num_bytes[index])
-        window = self._segment.arena[begin : begin + num_bytes]
-        return source, torch.frombuffer(window, dtype=source.dtype).view(source.shape)
-
     def _judge(self, pending: _Pending) -> Snapshot | Discarded:
-        assert self._placement is not None
         if pending.error is not None:
             return Discarded(pending.plan, f"the copy failed: {pending.error!r}")
         # Once the update is under way, what the hook saw before it is what counts.
@@ -570,7 +521,7 @@ class Snapshotter:
             for transfer in pending.transfers:
                 stall_s += transfer.held_back_s()
                 digest += transfer.fingerprints().hex()
-            return Snapshot(pending.plan, stall_s, self._placement.image.num_bytes, digest)
+            return Snapshot(pending.plan, stall_s, pending.copying.placement.image.num_bytes, digest)
         if pending.hook_has_fired:
             self._eager_names.update(torn)
             self._waiting = None
@@ -592,10 +543,10 @@ class Snapshotter:
     def _torn_names(self, pending: _Pending) -> list[str]:
         return [self._name_of(pending, position) for position in pending.guard.changed(self._scratch)]
 
-    def _name_of(self, pending: _Pending, position: int) -> str:
-        assert self._placement is not None
-        chunks = np.concatenate([pending.way.flat, pending.way.device])
-        return self._placement.chunks[int(chunks[position])].name
+    @staticmethod
+    def _name_of(pending: _Pending, position: int) -> str:
+        copying = pending.copying
+        return copying.placement.chunks[int(copying.guarded[position])].name
 
 
 def _closure_in(

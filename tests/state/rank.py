@@ -11,6 +11,7 @@ from raycheck.state.codec import Codec
 from raycheck.state.live import Live
 from raycheck.state.restore import Restorer
 from raycheck.state.segment import Segment
+from raycheck.state.sharded import Shards
 from raycheck.state.snapshot import Snapshot, Snapshotter
 from raycheck.state.tree import StateTree
 
@@ -94,7 +95,7 @@ class Rank:
         """Return copies of all live tensors by name."""
         capture = self.tree.capture()
         self.snapshotter._take_values(capture)
-        live = Live.of(capture, world_size=self.world_size)
+        live = Live.of(capture, Shards(self.world_size))
         return {name: tensor.detach().clone() for name, tensor in zip(live.names, live.tensors, strict=True)}
 
     def saved(self):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycheck.state.spans import Scratch, as_addresses, peek
+from raycheck.state.spans import Peek, Scratch, as_addresses
 
 MEMORY = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
 PLACES = st.integers(0, len(MEMORY) - 256)
@@ -20,11 +20,13 @@ def test_both_ways_read_the_same(pieces, is_aligned):
     starts = as_addresses([MEMORY.ctypes.data + at for at, _ in pieces])
     lengths = as_addresses([num_bytes for _, num_bytes in pieces])
     scratch = Scratch()
-    read = peek(starts, lengths)
+    peek = Peek.of(starts, lengths)
     if is_aligned:
-        assert read is not None
-    if read is not None:
-        assert read.tobytes() == bytes(scratch.take(starts, lengths))
+        assert peek is not None
+    if peek is not None:
+        read, target = peek.take(), bytearray(peek.num_bytes)
+        peek.take(memoryview(target))
+        assert read.tobytes() == bytes(scratch.take(starts, lengths)) == target
         assert read.tobytes() == b"".join(MEMORY[at : at + num].tobytes() for at, num in pieces)
     scratch.close()
 
@@ -32,5 +34,5 @@ def test_both_ways_read_the_same(pieces, is_aligned):
 def test_memory_that_is_given_up_is_left_to_the_kernel():
     """A null pointer among them, as a storage without memory has: the kernel answers with an error."""
     alive = MEMORY.ctypes.data
-    assert peek(as_addresses([alive, 0]), as_addresses([64, 64])) is None
-    assert peek(as_addresses([]), as_addresses([])) is None
+    assert Peek.of(as_addresses([alive, 0]), as_addresses([64, 64])) is None
+    assert Peek.of(as_addresses([]), as_addresses([])) is None
