@@ -137,8 +137,7 @@ def _module_state(name: str, coded: Any, tensors: Mapping[str, torch.Tensor], le
         if key != TIES:
             decoded, is_whole = _decoded(key, value, tensors, left_out)
             if is_whole:
-                # Stored by the name of the submodule; torch knows it as one of its entries.
-                state[f"{key}._extra_state".removeprefix(f"{name}.")] = decoded
+                state[key.removeprefix(f"{name}.")] = decoded
     return state
 
 

@@ -17,6 +17,7 @@ try:
 except ImportError:  # a torch without FSDP2
     FSDPModule = None  # type: ignore[assignment,misc]
 
+EXTRA_STATE = "_extra_state"
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -32,6 +33,7 @@ class ModuleContent:
     """From each further name of a tensor to its first one."""
 
     with_extra_state: list[tuple[str, torch.nn.Module]]
+    """Submodules that have some, by the name that torch gives it in a state dict."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class _Walked:
         self._buffer_names = [f"{node.prefix}.{key}" for node, key in kept]
         self._buffer_places = [(node.module, key) for node, key in kept]
         self.with_extra_state = [
-            (node.prefix, node.module) for node in inner if _has_extra_state(node.module)
+            (f"{node.prefix}.{EXTRA_STATE}", node.module) for node in inner if _has_extra_state(node.module)
         ]
         self.gathered: list[Any] = [
             module for module in self._modules if FSDPModule is not None and isinstance(module, FSDPModule)

@@ -15,11 +15,10 @@ import torch
 
 from raycheck.core.plan import Piece
 from raycheck.errors import StateError
-from raycheck.state.modules import ModuleWalk
+from raycheck.state.modules import EXTRA_STATE, ModuleWalk
 from raycheck.state.named import Named
 from raycheck.state.sharded import are_any_sharded
 
-_EXTRA_STATE = "_extra_state"
 TIES = "*ties"
 
 
@@ -111,13 +110,23 @@ class ModulePart:
     def find(self, saved: Mapping[str, SavedTensor], out: Destinations) -> None:
         """Add parameters and buffers."""
         found = self._walk.look()
-        extra = {n: t for n, t in saved.items() if _EXTRA_STATE in n}
+        extra = {n: t for n, t in saved.items() if EXTRA_STATE in n}
         out.tensors |= fresh(extra)
         wanted = {n: t for n, t in saved.items() if n not in extra}
         _match({**found.parameters.by_name(), **found.buffers.by_name()}, wanted, out, found.ties)
 
     def check(self, values: Any, out: Destinations) -> None:
-        """Compare the ties: with others, a tensor would silently get what another one had."""
+        """Compare who has extra state, and the ties: with others, a tensor would get what another one had."""
+        was, now = (
+            {n for n in names if n.endswith(EXTRA_STATE)}
+            for names in (values or {}, dict(self._walk.look().with_extra_state))
+        )
+        out.unmatched += [
+            f"missing: {n} is in the model and not in the checkpoint" for n in sorted(now - was)
+        ]
+        out.unmatched += [
+            f"unexpected: {n} is in the checkpoint and not in the model" for n in sorted(was - now)
+        ]
         saved: dict[str, str] = (values or {}).get(TIES, {})
         live = self._walk.look().ties
         out.misfits += [
@@ -257,6 +266,9 @@ def take_tensors(out: Capture) -> Callable[[str, torch.Tensor], str]:
                 f"{path} is a DTensor inside plain values; pass the module or the tensor itself to attach()",
                 key=path,
             )
+        # {"a.b": ..., "a": {"b": ...}} has two tensors at one path.
+        while path in out.own:
+            path += "#"
         out.own[path] = tensor
         return path
 

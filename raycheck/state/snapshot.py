@@ -492,15 +492,13 @@ class Snapshotter:
         """Copy, and check what need not cost the training thread time; return the shard's bytes."""
         copying, placement = pending.copying, pending.copying.placement
         self._make_pages()
-        missing = pending.guard.missing()
-        if missing:
-            name = self._name_of(pending, missing[0])
-            raise RuntimeError(f"the memory of {name} was given up before it was copied")
+        _check_is_there([self._name_of(pending, position) for position in pending.guard.missing()])
         copying.copy_deferred(self._segment)
         # Nobody else writes to the arena.
         copies = placement.begin[copying.deferred.flat] + np.uint64(self._segment.address)
         pending.torn = pending.guard.differing(copies, self._copy_scratch)
         if pending.sample is not None:
+            _check_is_there([pending.live.names[index] for index in pending.sample.missing()])
             pending.replica_digest = digest_of(pending.sample, self._copy_scratch)
         if not copying.known.holds_for(pending.live.tensors):
             # Seen by the next `begin`, which looks at everything afresh.
@@ -557,6 +555,11 @@ def _closure_in(
     # Torch's optimizers begin with it. Others may change parameters first, as sharpness-aware ones do.
     begins = type(optimizer).__module__.startswith("torch.optim.")
     return closure if begins and callable(closure) else None
+
+
+def _check_is_there(missing: list[str]) -> None:
+    if missing:
+        raise RuntimeError(f"the memory of {missing[0]} was given up before it was read")
 
 
 def _has_arrived(pending: _Pending) -> bool:

@@ -196,6 +196,51 @@ def test_plain_values_come_back_with_their_types():
     assert {k: type(v) for k, v in target.items()} == {k: type(v) for k, v in values.items()}
 
 
+def test_tensors_at_one_path_stay_two():
+    """A key with a dot, and a dict of dicts."""
+    values = {"a.b": torch.ones(2), "a": {"b": torch.zeros(3), "c": [torch.ones(1)], "c[0]": torch.zeros(1)}}
+    shard = Rank(notes=values).save()
+    target = {}
+    Rank(notes=target).restore([shard])
+    assert repr(target) == repr(values)
+
+
+class WithExtraState(torch.nn.Module):
+    """Keeps tensors outside of its parameters, as modules for eight-bit training keep their scales."""
+
+    def __init__(self, scale, inner=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), scale))
+        self.extra = {"weight": torch.full((2,), scale), "history": [scale]}
+        self.model = inner
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_tensors_in_extra_state_come_back():
+    """Under a name that no parameter has, also where a submodule is called as the part is."""
+    model, fresh = (WithExtraState(a, WithExtraState(b)) for a, b in ((1.0, 2.0), (0.0, 0.0)))
+    shard = Rank(model=model).save()
+    Rank(model=fresh).restore([shard])
+    assert repr([fresh.extra, fresh.model.extra]) == repr([model.extra, model.model.extra])
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+
+
+def test_extra_state_that_is_only_here_or_there_is_told():
+    """It would be left as it is, silently."""
+    plain = torch.nn.Module()
+    plain.weight = torch.nn.Parameter(torch.zeros(3))
+    there, here = Rank(model=WithExtraState(1.0)).save(), Rank(model=plain).save()
+    with pytest.raises(CheckpointMismatchError, match=r"unexpected: model\._extra_state"):
+        Rank(model=plain).restore([there])
+    with pytest.raises(CheckpointMismatchError, match=r"missing: model\._extra_state"):
+        Rank(model=WithExtraState(1.0)).restore([here])
+
+
 @pytest.mark.parametrize("bad", [lambda: 0, (i for i in ()), open(__file__)])  # noqa: SIM115
 def test_an_unsavable_object_is_named_by_its_path(bad):
     """E3: the check at the start names the object three levels deep."""

@@ -159,6 +159,22 @@ def test_memory_that_is_given_up_is_not_read(when):
     rank.close()
 
 
+def test_memory_of_another_ranks_share_is_not_read_either():
+    """What this rank does not store, it compares with the other's all the same."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, bias=False) for _ in range(2)))
+    rank = Rank(0, 2, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    stored = {entry.name.partition("@")[0] for entry in rank.save()[1]}
+    assert "model.1.weight" not in stored
+    gate, storage = Gate(rank), model[1].weight.untyped_storage()
+    rank.begin()
+    storage.resize_(0)
+    gate.open()
+    outcome = rank.snapshotter.settle(block=True)
+    assert isinstance(outcome, Discarded)
+    assert "model.1.weight was given up" in outcome.reason
+    rank.close()
+
+
 def forward_and_backward(model, optimizer):
     optimizer.zero_grad()
     loss = model(torch.ones(5, 8)).square().mean()
