@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5]
                                          [--store disk|discard|seaweedfs] [--folder DIR] [--core N]
+                                         [--device cpu|cuda]
 
 "discard" is an S3 server on loopback that throws bodies away, and so shows what
 the client can do; it cannot show that what was saved is right. "seaweedfs" is a
@@ -11,6 +12,10 @@ One process trains: it computes on one core, all other threads run wherever the
 system puts them, and updates its whole state with AdamW after each save has had
 its forward and backward. All peers take turns, so that a disturbance of the
 machine hits all alike. Peers that are not installed are left out.
+
+With a GPU, the state lies there, and it computes. A column more says for how
+long the GPU stood still, by events on its stream, and a line how fast our
+copies were beside those into memory that the driver has pinned itself.
 """
 
 from __future__ import annotations
@@ -22,31 +27,25 @@ import dataclasses
 import logging
 import mmap
 import os
-import random
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import fsspec
+import numpy as np
 import psutil
 import torch
+from checkpoint_device import Cuda, Host, device_named
 from checkpoint_peers import Peer, Place, all_peers
+from checkpoint_servers import SERVERS, start_s3
 from checkpoint_state import MIB, fingerprint, make_state, tensors_of
-
-from raycheck.state.spans import copy_span
 
 GIB = 1 << 30
 _libc = ctypes.CDLL(None)
-SERVERS: set[int] = set()
-"""Process ids that belong to no peer."""
-
 FORWARD_AND_BACKWARD_S = 0.25
 FREE_S = 0.4
 NO_SAVE_S = 1.0
@@ -58,6 +57,8 @@ class Cost:
     durable_s: float
     cpu_s: float
     slowdown: float | None
+    device_stall_s: float | None
+    """On the device's clock: what it took longer for than it would without the save."""
 
 
 def main() -> None:
@@ -73,17 +74,21 @@ def main() -> None:
         "--core", type=int, default=min(os.sched_getaffinity(0)), help="where the training thread computes"
     )
     arguments.add_argument("--folder", help="on the disk to be measured", default=None)
+    arguments.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    model, optimizer = make_state(given.state, given.mib * MIB)
+    model, optimizer = make_state(given.state, given.mib * MIB, given.device)
     with contextlib.ExitStack() as stack:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="raycheck-benchmark-", dir=given.folder))
         )
         place = Place(folder) if given.store == "disk" else start_s3(stack, given.store, folder)
-        Bench(model, optimizer, place, given.runs, given.only, given.core).run()
+        device = device_named(given.device)
+        Bench(model, optimizer, place, given.runs, given.only, given.core, device).run()
 
 
 class NoSave(Peer):
@@ -107,13 +112,24 @@ class NoSave(Peer):
 class Bench:
     """All peers on one state."""
 
-    def __init__(self, model, optimizer, place: Place, runs: int, only: list[str] | None, core: int) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(
+        self,
+        model,
+        optimizer,
+        place: Place,
+        runs: int,
+        only: list[str] | None,
+        core: int,
+        device: Host | Cuda,
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
         self._place, self._runs, self._only, self._core = place, runs, only, core
         self._tensors = tensors_of(model, optimizer)
         self._num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._number = 0
-        self._matrix = torch.randn(384, 384)
+        width = 384 if device.name == "cpu" else 4096
+        self._matrix = torch.randn(width, width, device=device.name)
+        self._plain_update_s: float | None = None
 
     def run(self) -> None:
         peers: list[Peer] = []
@@ -121,6 +137,7 @@ class Bench:
         memory: dict[str, int] = {}
         exact: dict[str, bool] = {}
         self._train_for(num_steps=3)
+        self._plain_update_s = self._device.seconds_between(*self._marks_around(self._optimizer.step))
         for kind in all_peers():
             if kind.is_local_only and self._place.url:
                 continue
@@ -130,7 +147,7 @@ class Bench:
             # with memory that it has freed.
             _libc.malloc_trim(0)
             before_bytes = resident_bytes()
-            peer = kind(self._model, self._optimizer, self._place)
+            peer = kind(self._model, self._optimizer, self._place, self._device)
             self._train_for(num_steps=4)
             first[peer.name], exact[peer.name] = self._save(peer)
             peak = Peak()
@@ -140,17 +157,22 @@ class Bench:
             memory[peer.name] = peak.num_bytes - before_bytes
             peers.append(peer)
         costs: dict[str, list[Cost]] = {peer.name: [] for peer in peers}
-        no_save, undisturbed = NoSave(self._model, self._optimizer, self._place), []
-        copies, writes = [], []
-        with Limits(self._tensors, self._num_bytes, self._place.folder) as limits:
+        no_save, undisturbed = NoSave(self._model, self._optimizer, self._place, self._device), []
+        copies, writes, copied = [], [], []
+        copier = self._device.copier()
+        if copier is not None:
+            copier.take_copy_s()
+        with RawWrite(self._num_bytes, self._place.folder) as raw:
             for _ in range(self._runs):
-                copies.append(limits.copy_s())
-                writes.append(limits.write_s())
+                copies.append(self._device.copy_s(list(self._tensors.values())))
+                writes.append(raw.write_s())
                 undisturbed.append(self._save(no_save)[0])
                 for peer in peers:
                     cost, is_exact = self._save(peer)
                     costs[peer.name].append(cost)
                     exact[peer.name] &= is_exact
+                if copier is not None:
+                    copied.append(copier.take_copy_s())
         self._print(first, costs, memory, exact)
         ours = Row.of(costs["raycheck"])
         copy_s, write_s = statistics.median(copies), statistics.median(writes)
@@ -159,6 +181,9 @@ class Bench:
             f"| limit: raw write | | | {write_s / ours.durable_s:.1f} | | | | {write_s:.2f} | | | |\n"
             f"| {no_save.name} | | | | | | | | {slowed(undisturbed)} | | |"
         )
+        if copied:
+            ours_s, limit_s = statistics.median(copied), statistics.median(copies)
+            print(f"\ncopied out of the device in {ours_s:.3f} s, {limit_s / ours_s:.2f} of the limit's rate")
         for peer in reversed(peers):
             peer.close()
 
@@ -178,18 +203,21 @@ class Bench:
         if peak:
             peak.start()
         cpu_before_s, main_s = cpu_seconds(), 0.0
+        self._device.synchronize()
         began_s = time.monotonic()
-        peer.begin(self._number)
+        at_boundary = self._marks_around(lambda: peer.begin(self._number))
         stall_s = time.monotonic() - began_s
         busy = Rate()
         main_before_s = time.thread_time()
         end_s = time.monotonic() + FORWARD_AND_BACKWARD_S
         self._compute(lambda: time.monotonic() > end_s, peer, busy)
         main_s += time.thread_time() - main_before_s
+        before_update = self._device.mark()
         stall_s += timed(peer.before_update)
         main_before_s = time.thread_time()
         self._optimizer.step()
         main_s += time.thread_time() - main_before_s
+        at_update = before_update, self._device.mark()
         waited_s: list[float] = []
         stall_s += timed(lambda: waited_s.append(peer.after_update()))
         stall_s += waited_s[0]
@@ -205,7 +233,21 @@ class Bench:
         slowdown = 1 - busy.per_s / free.per_s if busy.seconds > 0.1 else None
         is_exact = not self._place.keeps or fingerprint(peer.load(self._number)) == expected
         peer.delete(self._number)
-        return Cost(stall_s, peer.durable_at_s - began_s, cpu_s, slowdown), is_exact
+        durable_s = peer.durable_at_s - began_s
+        return Cost(
+            stall_s, durable_s, cpu_s, slowdown, self._device_stall_s(at_boundary, at_update)
+        ), is_exact
+
+    def _marks_around(self, action: Callable[[], object]) -> tuple[Any, Any]:
+        before = self._device.mark()
+        action()
+        return before, self._device.mark()
+
+    def _device_stall_s(self, at_boundary: tuple[Any, Any], at_update: tuple[Any, Any]) -> float | None:
+        boundary_s, update_s = (self._device.seconds_between(*each) for each in (at_boundary, at_update))
+        if boundary_s is None or update_s is None or self._plain_update_s is None:
+            return None
+        return boundary_s + max(0.0, update_s - self._plain_update_s)
 
     def _compute_freely(self, rate: Rate) -> None:
         end_s = time.monotonic() + FREE_S
@@ -219,6 +261,7 @@ class Bench:
                 started_s = time.monotonic()
                 for _ in range(4):
                     torch.mm(self._matrix, self._matrix)
+                self._device.synchronize()
                 if peer is None or peer.durable_at_s is None:
                     rate.num += 1
                     rate.seconds += time.monotonic() - started_s
@@ -234,8 +277,9 @@ class Bench:
         print(
             "| | stall : ours | CPU : ours | durable : ours | stall median (min-max) ms | first ms "
             "| CPU s/GiB | durable s | compute slowed by | extra memory : state | bit for bit |"
+            + (" GPU stood still ms |" if self._device.name == "cuda" else "")
         )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|" + ("---|" * (self._device.name == "cuda")))
         for name, each in costs.items():
             row = Row.of(each)
             stalls = [cost.stall_s * 1e3 for cost in each]
@@ -246,6 +290,7 @@ class Bench:
                 f"| {first[name].stall_s * 1e3:.0f} | {row.cpu_s / gib:.2f} | {row.durable_s:.2f} "
                 f"| {slowed(each)} | {memory[name] / self._num_bytes:.2f} "
                 f"| {('yes' if exact[name] else 'NO') if self._place.keeps else '(thrown away)'} |"
+                + stood_still(each)
             )
 
 
@@ -274,6 +319,12 @@ def slowed(costs: list[Cost]) -> str:
     return f"{statistics.median(percents):.0f}% ({min(percents):.0f} to {max(percents):.0f})"
 
 
+def stood_still(costs: list[Cost]) -> str:
+    """Return the cell for a device's stall, if there is a device."""
+    stalls = [cost.device_stall_s * 1e3 for cost in costs if cost.device_stall_s is not None]
+    return f" {statistics.median(stalls):.1f} |" if stalls else ""
+
+
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
     """Keep this thread on one core. Not while peers start theirs, which inherit it."""
@@ -296,30 +347,20 @@ class Rate:
         return self.num / self.seconds if self.seconds else 0.0
 
 
-class Limits:
-    """What the machine can do: copy the state in memory, write as many bytes to the disk."""
+class RawWrite:
+    """Writes as many bytes to the disk as the state has."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], num_bytes: int, folder: Path) -> None:
-        self._tensors, self._num_bytes = tensors, num_bytes
-        self._path = folder / "raw"
+    def __init__(self, num_bytes: int, folder: Path) -> None:
+        self._num_bytes, self._path = num_bytes, folder / "raw"
         self._map = mmap.mmap(-1, num_bytes)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.copy_s()
+        # Not zeros, which a virtual disk may keep no copy of.
+        self._map[:] = np.random.default_rng(0).bytes(num_bytes)
 
-    def __enter__(self) -> Limits:
+    def __enter__(self) -> RawWrite:
         return self
 
     def __exit__(self, *_) -> None:
         self._map.close()
-
-    def copy_s(self) -> float:
-        def copy() -> None:
-            at = self._address
-            for tensor in self._tensors.values():
-                copy_span(at, tensor.data_ptr(), tensor.nbytes)
-                at += tensor.nbytes
-
-        return timed(copy)
 
     def write_s(self) -> float:
         view, piece = memoryview(self._map), 8 * MIB
@@ -361,74 +402,6 @@ class Peak:
 def family() -> list[psutil.Process]:
     this = psutil.Process()
     return [this, *(child for child in this.children(recursive=True) if child.pid not in SERVERS)]
-
-
-def start_s3(stack: contextlib.ExitStack, kind: str, folder: Path) -> Place:
-    """Start a server of our own; its CPU time and memory are not those of a peer."""
-    port, secret = free_port(), {"key": "benchmark", "secret": "benchmark-secret"}
-    if kind == "discard":
-        server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("discard_s3.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        port = int(server.stdout.readline())
-    else:
-        server = start_seaweedfs(port, folder / "s3", **secret)
-    SERVERS.add(server.pid)
-    stack.callback(server.wait)
-    stack.callback(server.terminate)
-    options = {
-        **secret,
-        "endpoint_url": f"http://127.0.0.1:{port}",
-        "client_kwargs": {"region_name": "us-east-1"},
-    }
-    if kind == "seaweedfs":
-        await_bucket(options)
-    return Place(folder, "s3://benchmark/run", options, keeps=kind != "discard")
-
-
-def start_seaweedfs(port: int, folder: Path, *, key: str, secret: str) -> subprocess.Popen:
-    folder.mkdir()
-    flags = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.port": port, "webdav": "false"}
-    flags |= {"admin.ui": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false"}
-    for name in ("master", "volume", "filer", "admin"):
-        flags[f"{name}.port"] = free_port()
-    return subprocess.Popen(
-        [
-            Path(sys.executable).with_name("weed"),
-            "mini",
-            *(f"-{name}={value}" for name, value in flags.items()),
-        ],
-        env={**os.environ, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def await_bucket(options: dict) -> None:
-    end_s = time.monotonic() + 60
-    while True:
-        try:
-            fsspec.filesystem("s3", **options, skip_instance_cache=True).makedir("benchmark")
-        except OSError:
-            assert time.monotonic() < end_s, "the server did not start"
-            time.sleep(0.2)  # between two looks
-        else:
-            return
-
-
-def free_port() -> int:
-    # SeaweedFS listens 10,000 above each port as well.
-    while True:
-        port = random.SystemRandom().randrange(10_500, 20_000)
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            other.bind(("127.0.0.1", port + 10_000))
-            return port
 
 
 def resident_bytes() -> int:

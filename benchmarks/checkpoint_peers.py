@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_agent import AgentProcess
+from checkpoint_device import Cuda, Host
 from checkpoint_state import from_state_dicts, tensors_of
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -29,7 +30,6 @@ from raycheck.core.lineage import GenerationId
 from raycheck.core.page import Plan
 from raycheck.runtime.link import AgentLink
 from raycheck.state.codec import Codec
-from raycheck.state.device import default_copier
 from raycheck.state.segment import Segment
 from raycheck.state.snapshot import Snapshot, Snapshotter
 from raycheck.state.tree import StateTree
@@ -59,8 +59,10 @@ class Peer:
     name = ""
     is_local_only = False
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, place: Place, device: Host | Cuda
+    ) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
         self.place = place.child(type(self).__name__)
         self.folder, self.url = self.place.folder, self.place.url
         self.durable_at_s: float | None = None
@@ -135,7 +137,7 @@ class Raycheck(Peer):
                 "copied", plan=list(plan), num_bytes=num_bytes, slot=0
             ),
             on_settled=self._report,
-            copier=default_copier(),
+            copier=self.device.copier(),
         )
         self.link = AgentLink(
             address=address,

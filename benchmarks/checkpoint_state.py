@@ -47,10 +47,10 @@ class Large(torch.nn.Module):
         self.second = torch.nn.Parameter(torch.randn(rows, 4096))
 
 
-def make_state(kind: str, size_bytes: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+def make_state(kind: str, size_bytes: int, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.AdamW]:
     """Return a model and an AdamW that has made one step; gradients are there for more."""
     torch.manual_seed(0)
-    model = {"gpt": GptLike, "large": Large}[kind](size_bytes)
+    model = {"gpt": GptLike, "large": Large}[kind](size_bytes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -71,7 +71,7 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def fingerprint(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """Return a checksum of each tensor's bytes."""
     return {
-        name: zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        name: zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()
     }
 

@@ -23,6 +23,16 @@ def test_what_a_checkpoint_costs():
     assert rows["torch.save"].endswith("| yes |")
 
 
+def test_where_the_stall_goes():
+    """The parts of a plain and of a sharded state, in small; the parts are the whole but for moments."""
+    for arguments in (["--ranks", 2], ["--sharded"]):
+        table = run("-W", "ignore", "benchmarks/stall_parts.py", "--mib", 8, "--snapshots", 1, *arguments)
+        cells = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+        medians = {cell[1].strip(): float(cell[2]) for cell in cells}
+        whole = medians.pop("all")
+        assert sum(medians.values()) - medians.pop("of which the sample that ranks compare", 0) <= whole
+
+
 def test_what_the_loader_costs():
     """Both places of the work, in small; the script checks that every item came once."""
     table = run(
