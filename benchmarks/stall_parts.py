@@ -1,6 +1,6 @@
 """Where the stall of a snapshot goes: milliseconds of each part, in a training loop that leaves the caches cold.
 
-    python benchmarks/stall_parts.py [--mib 1024] [--sharded] [--ranks 1] [--snapshots 11]
+    python benchmarks/stall_parts.py [--state gpt|large] [--mib 1024] [--sharded] [--ranks 1] [--snapshots 11]
 
 Ours alone and without an agent: what is blocked by a save, against what other
 ways block, is in checkpoint_cost.py. With more ranks this one is rank 0 of
@@ -37,12 +37,13 @@ WARM_UP = 2
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--mib", type=int, default=1024)
+    arguments.add_argument("--state", choices=["gpt", "large"], default="gpt")
     arguments.add_argument("--sharded", action="store_true")
     arguments.add_argument("--ranks", type=int, default=1)
     arguments.add_argument("--snapshots", type=int, default=11)
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    model, optimizer = sharded_state(given.mib) if given.sharded else make_state("gpt", given.mib * MIB)
+    model, optimizer = sharded_state(given.mib) if given.sharded else make_state(given.state, given.mib * MIB)
     tree = StateTree({"model": model, "optimizer": optimizer})
     segment, parts = Segment(), Parts()
     snapshotter = Snapshotter(

@@ -30,7 +30,8 @@ def test_where_the_stall_goes():
         cells = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
         medians = {cell[1].strip(): float(cell[2]) for cell in cells}
         whole = medians.pop("all")
-        assert sum(medians.values()) - medians.pop("of which the sample that ranks compare", 0) <= whole
+        medians.pop("of which the sample that ranks compare", None)
+        assert sum(medians.values()) <= whole + 0.05, "more than rounding"
 
 
 def test_what_the_loader_costs():

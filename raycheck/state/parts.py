@@ -117,10 +117,9 @@ class ModulePart:
 
     def check(self, values: Any, out: Destinations) -> None:
         """Compare who has extra state, and the ties: with others, a tensor would get what another one had."""
-        was, now = (
-            {n for n in names if n.endswith(EXTRA_STATE)}
-            for names in (values or {}, dict(self._walk.look().with_extra_state))
-        )
+        found = self._walk.look()
+        was = {name for name in values or {} if name.endswith(EXTRA_STATE)}
+        now = {name for name, _ in found.with_extra_state}
         out.unmatched += [
             f"missing: {n} is in the model and not in the checkpoint" for n in sorted(now - was)
         ]
@@ -128,7 +127,7 @@ class ModulePart:
             f"unexpected: {n} is in the checkpoint and not in the model" for n in sorted(was - now)
         ]
         saved: dict[str, str] = (values or {}).get(TIES, {})
-        live = self._walk.look().ties
+        live = found.ties
         out.misfits += [
             f"tied: {name} is {_tie(saved.get(name))} in the checkpoint and {_tie(live.get(name))} here"
             for name in sorted({*saved, *live})

@@ -19,7 +19,8 @@ def capture_rng() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state().numpy(),
     }
-    if torch.cuda.is_available() and torch.cuda.device_count():
+    # Asked for its state, CUDA would begin, which data loaders that fork do not survive.
+    if torch.cuda.is_initialized():
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
     return states
 
