@@ -20,7 +20,7 @@ def capture_rng() -> dict[str, Any]:
         "torch": torch.get_rng_state().numpy(),
     }
     # Asked for its state, CUDA would begin, which data loaders that fork do not survive.
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
     return states
 
