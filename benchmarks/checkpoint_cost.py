@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_cost.py [--state gpt|large] [--mib 1024] [--runs 5]
                                          [--store disk|discard|seaweedfs] [--folder DIR] [--core N]
-                                         [--device cpu|cuda]
+                                         [--device cpu|cuda] [--step-s 0.25]
 
 "discard" is an S3 server on loopback that throws bodies away, and so shows what
 the client can do; it cannot show that what was saved is right. "seaweedfs" is a
@@ -46,7 +46,6 @@ from checkpoint_state import MIB, fingerprint, make_state, tensors_of
 
 GIB = 1 << 30
 _libc = ctypes.CDLL(None)
-FORWARD_AND_BACKWARD_S = 0.25
 FREE_S = 0.4
 NO_SAVE_S = 1.0
 
@@ -77,6 +76,9 @@ def main() -> None:
     arguments.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
+    arguments.add_argument(
+        "--step-s", type=float, default=0.25, help="what a forward and backward take, before the update"
+    )
     given = arguments.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -88,7 +90,7 @@ def main() -> None:
         )
         place = Place(folder) if given.store == "disk" else start_s3(stack, given.store, folder)
         device = device_named(given.device)
-        Bench(model, optimizer, place, given.runs, given.only, given.core, device).run()
+        Bench(model, optimizer, place, device, given).run()
 
 
 class NoSave(Peer):
@@ -113,17 +115,10 @@ class Bench:
     """All peers on one state."""
 
     def __init__(
-        self,
-        model,
-        optimizer,
-        place: Place,
-        runs: int,
-        only: list[str] | None,
-        core: int,
-        device: Host | Cuda,
+        self, model, optimizer, place: Place, device: Host | Cuda, given: argparse.Namespace
     ) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
-        self._place, self._runs, self._only, self._core = place, runs, only, core
+        self._model, self._optimizer, self._place, self._device = model, optimizer, place, device
+        self._runs, self._only, self._core, self._step_s = given.runs, given.only, given.core, given.step_s
         self._tensors = tensors_of(model, optimizer)
         self._num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._number = 0
@@ -189,7 +184,7 @@ class Bench:
 
     def _train_for(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            end_s = time.monotonic() + FORWARD_AND_BACKWARD_S
+            end_s = time.monotonic() + self._step_s
             self._compute(lambda end_s=end_s: time.monotonic() > end_s)
             self._optimizer.step()
 
@@ -209,7 +204,7 @@ class Bench:
         stall_s = time.monotonic() - began_s
         busy = Rate()
         main_before_s = time.thread_time()
-        end_s = time.monotonic() + FORWARD_AND_BACKWARD_S
+        end_s = time.monotonic() + self._step_s
         self._compute(lambda: time.monotonic() > end_s, peer, busy)
         main_s += time.thread_time() - main_before_s
         before_update = self._device.mark()
