@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import Any
 
@@ -163,7 +164,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def _size_class(num_bytes: int) -> int:
     """Return which chunks belong together, the large ones last."""
-    return int(np.searchsorted(_SIZE_CLASSES, num_bytes))
+    return bisect.bisect_left(_SIZE_CLASSES, num_bytes)
 
 
 def _whole(spec: TensorSpec) -> Chunk:
