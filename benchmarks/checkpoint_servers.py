@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def start_s3(stack: contextlib.ExitStack, kind: str, folder: Path) -> Place:
         port = int(server.stdout.readline())
     else:
         server = start_seaweedfs(port, folder / "s3", **secret)
+        # It leaves its socket behind.
+        socket_path = Path(tempfile.gettempdir(), f"seaweedfs-s3-{port}.sock")
+        stack.callback(socket_path.unlink, missing_ok=True)
     SERVERS.add(server.pid)
     stack.callback(server.wait)
     stack.callback(server.terminate)
@@ -53,6 +57,7 @@ def start_seaweedfs(port: int, folder: Path, *, key: str, secret: str) -> subpro
     return subprocess.Popen(
         [
             Path(sys.executable).with_name("weed"),
+            "-logtostderr=true",
             "mini",
             *(f"-{name}={value}" for name, value in flags.items()),
         ],
